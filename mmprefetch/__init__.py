@@ -1,0 +1,37 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""A device prefetcher and input preprocessor for mmengine. Importing it registers everything."""
+
+try:
+    import mmengine  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        'mmprefetch needs mmengine, which is not installed. Install it with '
+        '`pip install "mmengine>=0.10.7,<1.0.0"`, or `mim install mmengine`.'
+    ) from error
+
+from .checkpoint import allow_checkpoint_types
+from .config import enable_prefetch
+from .data_preprocessor import PrefetchDataPreprocessor
+from .hooks import PrefetchHook
+from .loops import (
+    PrefetchEpochBasedTrainLoop,
+    PrefetchIterBasedTrainLoop,
+    PrefetchLoop,
+    PrefetchTestLoop,
+    PrefetchValLoop,
+)
+from .version import __version__
+
+allow_checkpoint_types()
+
+__all__ = [
+    'PrefetchDataPreprocessor',
+    'PrefetchEpochBasedTrainLoop',
+    'PrefetchHook',
+    'PrefetchIterBasedTrainLoop',
+    'PrefetchLoop',
+    'PrefetchTestLoop',
+    'PrefetchValLoop',
+    '__version__',
+    'enable_prefetch',
+]

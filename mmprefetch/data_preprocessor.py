@@ -1,0 +1,352 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The preprocessor that begins work on batches early and hands it out when the model asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mmengine.model import BaseDataPreprocessor
+from mmengine.registry import MODELS
+from torch import nn
+
+from .binding import FieldSource, nearest, resolve
+from .families import family_of
+from .staging import PinnedRing, StagedBatch, stage
+from .tickets import Result, Runtime, Ticket
+
+_TABLES = ('_parameters', '_buffers', '_non_persistent_buffers_set', '_modules')
+
+
+@MODELS.register_module()
+class PrefetchDataPreprocessor(BaseDataPreprocessor):
+    """Wraps any data preprocessor; begins its work on batches ahead of the model's step.
+
+    :meth:`prefetch` begins work on a batch. A later call with that very object waits for the work
+    on the compute stream, and returns its result. A batch that nobody began is processed at once.
+
+    The wrapper stands where the wrapped module stood: it shares that module's parameter, buffer
+    and submodule tables, so state dicts, devices and optimizers see no difference, and any other
+    attribute is read from, and written to, the wrapped one.
+
+    Args:
+        wraps (str): Registered name of the preprocessor to wrap. Defaults to
+            'ImgDataPreprocessor'.
+        prefetch_safe (bool): Declares that the forward of the wrapped preprocessor depends on its
+            batch alone (no random numbers, no collectives, no iteration), so that the whole of it
+            may run ahead. Not needed for the classes that mmprefetch knows. Defaults to False.
+        **fields: The wrapped preprocessor's own arguments.
+
+    Raises:
+        ValueError: ``wraps`` is not registered, or a field is not one of the wrapped class's, or
+            fields do not fit each other.
+    """
+
+    _OWN = ('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', '_wrapped', '_of_split',
+            '_runtime')  # fmt: skip
+
+    def __init__(
+        self, wraps: str = 'ImgDataPreprocessor', prefetch_safe: bool = False, **fields: Any
+    ) -> None:
+        cls = find_class(wraps)
+        resolve('model', cls, [FieldSource('model.data_preprocessor', fields)])
+        self._set_up(build(cls, fields), fields, prefetch_safe, opted_in=True)
+
+    @classmethod
+    def around(cls, module: nn.Module, fields: dict | None = None) -> PrefetchDataPreprocessor:
+        """Wrap a preprocessor that exists already, and change nothing about it.
+
+        Args:
+            module (nn.Module): The preprocessor.
+            fields (dict, optional): The arguments it was built from, where known.
+
+        Returns:
+            PrefetchDataPreprocessor: The wrapper.
+        """
+        self = cls.__new__(cls)
+        self._set_up(module, dict(fields or {}), prefetch_safe=False, opted_in=False)
+        return self
+
+    def _set_up(
+        self, wrapped: nn.Module, fields: dict, prefetch_safe: bool, opted_in: bool
+    ) -> None:
+        nn.Module.__init__(self)
+        self.fields = fields
+        self.opted_in = opted_in
+        self.prefetch_safe = prefetch_safe
+        self.split: str | None = None
+        self.bindings: dict[str, Any] = {}
+        self._of_split: dict[str, nn.Module] = {}
+        self._runtime = Runtime()
+        self._wrap(wrapped)
+
+    def _wrap(self, module: nn.Module) -> None:
+        # In a dict, since a module held as an attribute would be registered as a submodule.
+        self._wrapped = {'module': module}
+        for table in _TABLES:
+            self.__dict__[table] = module.__dict__[table]
+        self.__dict__['training'] = module.training
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """nn.Module: The wrapped preprocessor, as the model's config describes it."""
+        return self._wrapped['module']
+
+    def of_split(self, split: str | None) -> nn.Module:
+        """The effective preprocessor of a split.
+
+        Args:
+            split (str | None): 'train', 'val' or 'test'.
+
+        Returns:
+            nn.Module: The wrapped preprocessor where the split has none of its own.
+        """
+        return self._of_split.get(split, self.wrapped)
+
+    def bind(self, split: str, module: nn.Module) -> None:
+        """Give a split an effective preprocessor of its own.
+
+        Args:
+            split (str): 'train', 'val' or 'test'.
+            module (nn.Module): The preprocessor.
+        """
+        if isinstance(module, BaseDataPreprocessor):
+            module._device = self.device
+        self._of_split[split] = module.to(self.device)
+        self._runtime.change()
+
+    # -- look-ahead ---------------------------------------------------------------------------
+
+    @property
+    def compute_on_host(self) -> bool:
+        """bool: Whether the model's step runs on the calling thread."""
+        return self._runtime.stream(self.device).compute_on_host
+
+    def stage(self, batch: Any, split: str, depth: int, reused: bool) -> StagedBatch | None:
+        """Copy the batch's CPU tensors into a staging buffer, on the thread that loaded it.
+
+        Args:
+            batch (Any): A batch from the dataloader.
+            split (str): The split it belongs to.
+            depth (int): Batches that may be in flight at a time.
+            reused (bool): Whether the dataset may overwrite the batch's memory when the next one
+                is loaded.
+
+        Returns:
+            StagedBatch | None: None where nothing has to be copied: on the CPU, with worker
+            processes.
+        """
+        device = self.device
+        if device.type == 'cpu':
+            return stage(batch, device) if reused else None
+        if not isinstance(self.of_split(split), BaseDataPreprocessor):
+            return None  # it may want its input on the host
+        return stage(batch, device, self._runtime.ring(split, depth + 2))
+
+    def prefetch(
+        self, batch: Any, training: bool, split: str = 'train', staged: StagedBatch | None = None
+    ) -> None:
+        """Begin work on a batch.
+
+        Args:
+            batch (Any): A batch from the dataloader. The object itself is the ticket.
+            training (bool): What the model is going to pass as ``training``.
+            split (str): Whose effective preprocessor is used.
+            staged (StagedBatch, optional): What :meth:`stage` returned for the batch.
+        """
+        module = self.of_split(split)
+        family = family_of(type(module))
+        device = self.device
+        runtime = self._runtime
+        ambient = None
+        if family is None and self.prefetch_safe:
+            ambient = runtime.expected_ambient(split, device)
+        stream = runtime.stream(device)
+        runtime.follow(stream)
+
+        def prepare() -> Result:
+            if staged is not None:
+                moved, blocks = staged.deliver(device)
+            elif family is not None or ambient is not None:
+                # Containers of its own, so that what a forward puts into them does not show in
+                # the caller's batch before that is due.
+                moved, blocks = BaseDataPreprocessor().cast_data(batch), []
+            else:
+                moved, blocks = batch, []
+            if family is not None:
+                return Result(moved, blocks).then(lambda data: family.forward(module, data))
+            if ambient is not None:
+                with ambient.applied():
+                    return Result(moved, blocks).then(lambda data: module(data, training))
+            return Result(moved, blocks)
+
+        work = stream.submit(prepare)
+        if staged is not None and staged.slot is not None:
+            runtime.ring(split, 0).mark(staged.slot, work.synchronize)
+        runtime.add(Ticket(batch, split, training, work, ambient, runtime.generation))
+
+    def discard(self, batch: Any) -> bool:
+        """Drop the work begun on a batch.
+
+        Args:
+            batch (Any): The batch.
+
+        Returns:
+            bool: Whether there was any that nobody had asked for.
+        """
+        return self._runtime.take(batch) is not None
+
+    def close(self) -> None:
+        """Give the stream's thread back. The preprocessor may go on being used."""
+        self._runtime.close()
+
+    # -- the model's side -----------------------------------------------------------------------
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Preprocess a batch, or hand out what was begun on it.
+
+        Args:
+            data (Any): A batch from the dataloader.
+            training (bool): Whether to preprocess for training.
+
+        Returns:
+            Any: What the wrapped preprocessor returns.
+        """
+        ticket = self._runtime.take(data)
+        if ticket is None:
+            return self._process(self.of_split(self.split), data, training)
+        module = self.of_split(ticket.split)
+        if ticket.generation != self._runtime.generation or ticket.batch_changed():
+            return self._process(module, data, training)
+        result = ticket.work.wait(Result.used)
+        if family_of(type(module)) is not None:
+            return result.value
+        if self.prefetch_safe:
+            ambient = self._runtime.note_ambient(ticket.split, self.device)
+            if ticket.ambient == ambient and ticket.training == training:
+                return result.value
+            return self._process(module, data, training)
+        return module(result.value, training)
+
+    def _process(self, module: nn.Module, data: Any, training: bool) -> Any:
+        family = family_of(type(module))
+        if family is None:
+            return module(data, training)
+        return family.forward(module, module.cast_data(data))
+
+    # -- standing in for the wrapped module -----------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """torch.device: Where the wrapped module's tensors are; some model wrappers move these
+        without telling the preprocessor. Without any tensor, the device it was told."""
+        for tensor in self._buffers.values():
+            if tensor is not None:
+                return tensor.device
+        return getattr(self.wrapped, '_device', torch.device('cpu'))
+
+    def _modules_held(self) -> list[nn.Module]:
+        held = {id(module): module for module in (self.wrapped, *self._of_split.values())}
+        return list(held.values())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PrefetchDataPreprocessor._OWN:  # not set yet, as while unpickling
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in PrefetchDataPreprocessor._OWN or name in _TABLES or '_runtime' not in vars(self):
+            super().__setattr__(name, value)
+            return
+        for module in self._modules_held():
+            setattr(module, name, value)
+        if name == 'training':
+            self.__dict__['training'] = value
+        elif name != '_device':
+            self._runtime.change()
+
+    def __delattr__(self, name: str) -> None:
+        if name in PrefetchDataPreprocessor._OWN:
+            super().__delattr__(name)
+            return
+        for module in self._modules_held():
+            delattr(module, name)
+        self._runtime.change()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PrefetchDataPreprocessor:
+        super()._apply(fn, recurse)
+        for module in self._modules_held():
+            if module is not self.wrapped:
+                module._apply(fn, recurse)
+        self._runtime.change()
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        self.wrapped._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.wrapped._load_from_state_dict(*args, **kwargs)
+        self._runtime.change()
+
+    def cast_data(self, data: Any) -> Any:
+        """Move a batch to the device as the wrapped preprocessor does.
+
+        Args:
+            data (Any): A batch.
+
+        Returns:
+            Any: The batch on the device.
+        """
+        return self.wrapped.cast_data(data)
+
+    def extra_repr(self) -> str:
+        return f'wraps={type(self.wrapped).__name__}, fields={self.fields}'
+
+
+def find_class(name: Any) -> type[nn.Module]:
+    """Look a preprocessor class up in the registry.
+
+    Args:
+        name (str | type): Registered name, or the class itself.
+
+    Returns:
+        type: The class.
+
+    Raises:
+        ValueError: No such class is registered.
+    """
+    if isinstance(name, type):
+        return name
+    with MODELS.switch_scope_and_registry(None) as registry:
+        cls = registry.get(name)
+        known = sorted(
+            key
+            for scope in (MODELS, registry)
+            for key in scope.module_dict
+            if 'preprocessor' in key.lower()
+        )
+    if cls is None:
+        raise ValueError(
+            f"model.data_preprocessor.wraps='{name}' is not a registered preprocessor"
+            f'{nearest(name, known)}. Registered are: {", ".join(dict.fromkeys(known))}. If it '
+            'belongs to a package, add that package to `custom_imports` or write '
+            "`wraps='package.Name'`."
+        )
+    return cls
+
+
+def build(cls: type[nn.Module], fields: dict) -> nn.Module:
+    """Build a preprocessor from its class and fields.
+
+    Args:
+        cls (type): The preprocessor's class.
+        fields (dict): Its arguments.
+
+    Returns:
+        nn.Module: The preprocessor.
+    """
+    family = family_of(cls)
+    return family.make(cls, fields) if family is not None else cls(**fields)

@@ -1,0 +1,120 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The hook that drives the look-ahead of a training run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from .binding import table
+from .data_preprocessor import PrefetchDataPreprocessor
+
+META_KEY = 'data_preprocessor'
+"""Where a checkpoint's ``meta`` holds the effective preprocessing of each split."""
+
+
+@HOOKS.register_module()
+class PrefetchHook(Hook):
+    """Begins work on the next batches at the right moment, and records what they went through.
+
+    The loops of mmprefetch register one where the config has none, and keep it ahead of all other
+    hooks: the next batch is begun when the step has been launched, and before another hook turns
+    a logged tensor into a number, which makes the host wait for the device.
+    """
+
+    priority = 'HIGHEST'
+
+    def __init__(self) -> None:
+        self._splits: list[str | None] = []
+
+    def before_run(self, runner: Any) -> None:
+        """Log the effective fields of each split, and where each came from."""
+        preprocessor = find_preprocessor(runner)
+        if preprocessor is not None and preprocessor.bindings:
+            bindings = [preprocessor.bindings[split] for split in sorted(preprocessor.bindings)]
+            runner.logger.info(f'Preprocessing of each split:\n{table(bindings)}')
+
+    def before_train(self, runner: Any) -> None:
+        """Batches that nobody began belong to the training split from here on."""
+        self._enter(runner, 'train')
+
+    def after_train(self, runner: Any) -> None:
+        """Back to what was before."""
+        self._leave(runner)
+
+    def before_val(self, runner: Any) -> None:
+        """Batches that nobody began belong to the validation split from here on."""
+        self._enter(runner, 'val')
+
+    def after_val(self, runner: Any) -> None:
+        """Back to what was before."""
+        self._leave(runner)
+
+    def before_test(self, runner: Any) -> None:
+        """Batches that nobody began belong to the test split from here on."""
+        self._enter(runner, 'test')
+
+    def after_test(self, runner: Any) -> None:
+        """Back to what was before."""
+        self._leave(runner)
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
+        """Begin work on the next batches: the step has been launched, nothing has waited yet."""
+        fill = getattr(runner.train_loop.dataloader, 'fill', None)
+        if fill is not None:
+            fill()
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+        """Write the effective preprocessing of each split into the checkpoint."""
+        preprocessor = find_preprocessor(runner)
+        if preprocessor is not None and preprocessor.bindings:
+            checkpoint['meta'][META_KEY] = {
+                split: {'type': binding.type_name, **copy.deepcopy(binding.fields)}
+                for split, binding in preprocessor.bindings.items()
+            }
+
+    def _enter(self, runner: Any, split: str) -> None:
+        preprocessor = find_preprocessor(runner)
+        if preprocessor is not None:
+            self._splits.append(preprocessor.split)
+            preprocessor.split = split
+
+    def _leave(self, runner: Any) -> None:
+        preprocessor = find_preprocessor(runner)
+        if preprocessor is not None and self._splits:
+            preprocessor.split = self._splits.pop()
+
+
+def find_preprocessor(runner: Any) -> PrefetchDataPreprocessor | None:
+    """Find the prefetching preprocessor of a runner's model.
+
+    Args:
+        runner (Runner): The runner.
+
+    Returns:
+        PrefetchDataPreprocessor | None: The one nearest to the model's root, if there is one.
+    """
+    for module in runner.model.modules():
+        if isinstance(module, PrefetchDataPreprocessor):
+            return module
+    return None
+
+
+def put_first(runner: Any) -> None:
+    """Register a :class:`PrefetchHook` if the runner has none, and put it ahead of all hooks.
+
+    Args:
+        runner (Runner): The runner.
+    """
+    hooks = runner._hooks
+    hook = next((hook for hook in hooks if isinstance(hook, PrefetchHook)), None)
+    if hook is None:
+        hook = PrefetchHook()
+    else:
+        hooks.remove(hook)
+    hooks.insert(0, hook)

@@ -1,0 +1,374 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Look-ahead: pull batches from a dataloader early, begin work on each, yield the batches.
+
+:class:`LookAheadLoader` stands in for a dataloader; each ``iter`` of it is one
+:class:`LookAhead`. What is yielded is the raw batch itself, in the dataloader's order.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mmengine.logging import print_log
+
+UNREDEEMED_LIMIT = 3
+"""Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
+
+
+class Preprocessor(Protocol):
+    """What the look-ahead asks of a preprocessor."""
+
+    def stage(self, batch: Any, split: str, depth: int, reused: bool) -> Any:
+        """Copy a batch's tensors into a staging buffer, on the thread that loaded it."""
+
+    def prefetch(self, batch: Any, training: bool, split: str, staged: Any) -> None:
+        """Begin work on a batch. Must neither block nor raise what the batch is to blame for."""
+
+    def discard(self, batch: Any) -> bool:
+        """Drop the work begun on a batch, if it was not asked for; whether there was any."""
+
+    @property
+    def compute_on_host(self) -> bool:
+        """Whether the model's step runs on the calling thread."""
+
+
+@dataclass
+class Loaded:
+    """A batch that was loaded, or the error that came in its place."""
+
+    batch: Any = None
+    staged: Any = None
+    error: BaseException | None = None
+
+
+class LookAheadLoader:
+    """A dataloader whose iterators look ahead. All else is the dataloader's own.
+
+    Attributes are read from, and written to, the dataloader, and ``isinstance`` sees its class:
+    hooks that change the sampler or restart the workers reach the real one.
+
+    Args:
+        dataloader (Iterable): Usually a :class:`torch.utils.data.DataLoader`.
+        preprocessor (Preprocessor | None): Begins work on batches. None: nothing to begin.
+        split (str): 'train', 'val' or 'test', whose effective preprocessor is used.
+        depth (int): Batches in flight ahead of the one handed out; 0 turns look-ahead off.
+        loader_thread (bool): Load in a thread of its own where the dataloader has worker
+            processes. Turn it off for a sampler that draws from a global random generator at
+            every index.
+    """
+
+    _OWN = ('_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_skip', '_left',
+            '_current')  # fmt: skip
+
+    def __init__(
+        self,
+        dataloader: Iterable,
+        preprocessor: Preprocessor | None,
+        split: str,
+        depth: int,
+        loader_thread: bool = True,
+    ) -> None:
+        self._dataloader = dataloader
+        self._preprocessor = preprocessor
+        self._split = split
+        self._depth = depth if preprocessor is not None else 0
+        self._threaded = loader_thread and getattr(dataloader, 'num_workers', 0) > 0
+        self._skip = 0
+        self._left: int | None = None
+        self._current: LookAhead | None = None
+
+    @property
+    def __class__(self) -> type:
+        return self._dataloader.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LookAheadLoader._OWN:  # not set yet, as while unpickling
+            raise AttributeError(name)
+        return getattr(self._dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LookAheadLoader._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataloader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator:
+        # Made here and now, as a plain loop would: it draws from the global random generator
+        # and may start worker processes.
+        iterator = iter(self._dataloader)
+        if self._depth == 0:
+            return iterator
+        self._current = LookAhead(self, iterator)
+        return self._current
+
+    def plan(self, skip: int = 0, limit: int | None = None) -> None:
+        """Say how many batches the loop is going to ask for.
+
+        Args:
+            skip (int): Batches, from the next one on, that the loop passes over: they are handed
+                out without any work begun on them.
+            limit (int, optional): Batches wanted after those. None: until the dataloader ends.
+        """
+        self._skip, self._left = skip, limit
+
+    def _stage(self, batch: Any) -> Any:
+        # Without workers the dataset may hand out views of memory that its next item overwrites.
+        reused = getattr(self._dataloader, 'num_workers', 0) == 0
+        return self._preprocessor.stage(batch, self._split, self._depth, reused)
+
+    def fill(self) -> None:
+        """Begin work on batches that are loaded, up to the depth. Never waits for a worker."""
+        if self._current is not None:
+            self._current.fill()
+
+    def close(self) -> None:
+        """End the look-ahead: its thread, its workers, and begun work that nobody asked for."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def __reduce__(self) -> tuple:
+        return (_plain, (self._dataloader,))
+
+
+def _plain(dataloader: Iterable) -> Iterable:
+    return dataloader
+
+
+class LookAhead:
+    """One pass over a dataloader that looks ahead.
+
+    Args:
+        loader (LookAheadLoader): Holds the settings, which outlive the pass.
+        iterator (Iterator): The dataloader's own iterator.
+    """
+
+    def __init__(self, loader: LookAheadLoader, iterator: Iterator) -> None:
+        self._loader = loader
+        self._preprocessor = loader._preprocessor
+        self._iterator = iterator
+        self._source: InlineSource | LoaderThread | None = None
+        self._begun: deque[Loaded] = deque()
+        self._handed: Any = None
+        self._ended = False
+        self._exhausted = False
+        self._unredeemed = 0
+
+    def __iter__(self) -> LookAhead:
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if loader._skip > 0:
+            loader._skip -= 1
+            return next(self._iterator)
+        self._retire()
+        if not self._begun:
+            self._begin(wait=True)
+        if not self._begun:
+            raise StopIteration
+        loader._current = self
+        due = self._begun.popleft()
+        if due.error is not None:
+            raise due.error
+        self._handed = due.batch
+        if self._preprocessor.compute_on_host:
+            # The step is over when it returns, so work that shall run beside it begins now.
+            self.fill()
+        return due.batch
+
+    def fill(self) -> None:
+        """Begin work on batches that are loaded, up to the depth."""
+        while len(self._begun) < self._loader._depth and self._begin(wait=False):
+            pass
+
+    def _begin(self, wait: bool) -> bool:
+        """Begin work on the next batch; whether there was one."""
+        loader = self._loader
+        if self._ended or loader._left == 0:
+            return False
+        if self._source is None:
+            kind = LoaderThread if loader._threaded else InlineSource
+            self._source = kind(self._iterator, loader._stage, max(loader._depth, 1), loader._left)
+        loaded = self._source.take(wait)
+        if loaded is None:
+            return False
+        if isinstance(loaded.error, StopIteration):
+            self._ended = self._exhausted = True
+            return False
+        if loader._left is not None:
+            loader._left -= 1
+        if loaded.error is not None:
+            self._ended = True
+        elif loader._depth:
+            self._preprocessor.prefetch(
+                loaded.batch, loader._split == 'train', loader._split, loaded.staged
+            )
+        self._begun.append(loaded)
+        return True
+
+    def _retire(self) -> None:
+        """See whether the work begun on the batch handed out last was asked for."""
+        handed, self._handed = self._handed, None
+        if handed is None or not self._loader._depth:
+            return
+        if not self._preprocessor.discard(handed):
+            self._unredeemed = 0
+            return
+        self._unredeemed += 1
+        if self._unredeemed == UNREDEEMED_LIMIT:
+            self._loader._depth = 0
+            self._drop()
+            print_log(
+                f'The model did not preprocess the last {UNREDEEMED_LIMIT} batches of '
+                f'{self._loader._split}_dataloader as they came from it, so work done on them '
+                f'ahead was lost: look-ahead is now off for {self._loader._split}. If the model '
+                f'splits its batches first, as for test-time augmentation, set '
+                f'`{self._loader._split}_cfg.prefetch_depth=0`.',
+                logger='current',
+                level=logging.WARNING,
+            )
+
+    def _drop(self) -> None:
+        for loaded in self._begun:
+            if loaded.error is None:
+                self._preprocessor.discard(loaded.batch)
+
+    def close(self) -> None:
+        """End the pass. Asking for a further batch then raises StopIteration."""
+        self._retire_quietly()
+        self._ended = True
+        if isinstance(self._source, LoaderThread):
+            self._source.close()
+        self._source = None
+        if not self._exhausted:
+            _shut_workers(self._loader._dataloader, self._iterator)
+        self._iterator = iter(())
+
+    def _retire_quietly(self) -> None:
+        self._drop()
+        self._begun.clear()
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            self._preprocessor.discard(handed)
+
+    def __del__(self) -> None:
+        source = self.__dict__.get('_source')
+        if isinstance(source, LoaderThread):
+            source.close()
+
+
+class InlineSource:
+    """Loads and stages on the calling thread: without worker processes, dataset code runs here
+    and may draw from the global random generators."""
+
+    def __init__(
+        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+    ) -> None:
+        self._iterator = iterator
+        self._stage = stage
+
+    def take(self, wait: bool) -> Loaded:
+        """Load the next batch.
+
+        Args:
+            wait (bool): Makes no difference here.
+
+        Returns:
+            Loaded: A batch or an error; StopIteration at the end.
+        """
+        try:
+            batch = next(self._iterator)
+            return Loaded(batch, self._stage(batch))
+        except Exception as error:  # raised again where the batch is due
+            return Loaded(error=error)
+
+
+class LoaderThread:
+    """Loads and stages in a thread, at most ``depth`` batches ahead of :meth:`take`.
+
+    Args:
+        iterator (Iterator): The dataloader's iterator.
+        stage (Callable): Stages a batch.
+        depth (int): Loaded batches that may lie ready.
+        limit (int | None): Batches to load in all.
+    """
+
+    def __init__(
+        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+    ) -> None:
+        self._iterator = iterator
+        self._stage = stage
+        self._limit = limit
+        self._room = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name='mmprefetch-loader', daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        loaded = 0
+        while loaded != self._limit:
+            self._room.acquire()
+            if self._stopped.is_set():
+                break
+            try:
+                batch = next(self._iterator)
+                if self._stopped.is_set():
+                    break
+                self._ready.put(Loaded(batch, self._stage(batch)))
+            except BaseException as error:  # raised again where the batch is due
+                self._ready.put(Loaded(error=error))
+                break
+            del batch
+            loaded += 1
+
+    def take(self, wait: bool) -> Loaded | None:
+        """Take the next batch.
+
+        Args:
+            wait (bool): Wait until it is loaded.
+
+        Returns:
+            Loaded | None: A batch or an error (StopIteration at the end); None when it is not
+            loaded yet and ``wait`` is False.
+        """
+        try:
+            loaded = self._ready.get(block=wait)
+        except queue.Empty:
+            return None
+        self._room.release()
+        return loaded
+
+    def close(self) -> None:
+        """End the thread. It may be waiting for a worker process: wake it."""
+        self._stopped.set()
+        self._room.release()
+        self._thread.join(timeout=0.2)
+        results = getattr(self._iterator, '_data_queue', None)
+        if self._thread.is_alive() and results is not None:
+            # No task has this number, so `next` fails at once in the thread, which has been told
+            # to stop and drops the error.
+            results.put((-1, None))
+            self._thread.join(timeout=2.0)
+
+
+def _shut_workers(dataloader: Any, iterator: Any) -> None:
+    """End the worker processes of a pass that is left before its end."""
+    shutdown = getattr(iterator, '_shutdown_workers', None)
+    if shutdown is None:
+        return
+    shutdown()
+    if getattr(dataloader, '_iterator', None) is iterator:
+        dataloader._iterator = None  # persistent workers: the next pass starts new ones

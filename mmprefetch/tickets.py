@@ -1,0 +1,196 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Work begun on batches, found again by the identity of the batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mmengine.structures import BaseDataElement
+
+from .ambient import Ambient
+from .staging import PinnedRing
+from .streams import Stream, Work, stream_for
+
+
+@dataclass
+class Result:
+    """What work on a batch has made.
+
+    Args:
+        value (Any): The batch, moved or preprocessed.
+        blocks (list): One tensor for each block of device memory behind it.
+    """
+
+    value: Any
+    blocks: list[torch.Tensor]
+
+    def then(self, function: Callable[[Any], Any]) -> Result:
+        """Go on with the value; memory that this adds is found in the new value.
+
+        Args:
+            function (Callable): Takes the value, returns the new one.
+
+        Returns:
+            Result: The new result. It keeps the old blocks, which the new value may still use.
+        """
+        value = function(self.value)
+        known = {block.untyped_storage().data_ptr() for block in self.blocks}
+        return Result(value, self.blocks + list(_new_blocks(value, known)))
+
+    def used(self) -> list[torch.Tensor]:
+        """list: The blocks that whoever takes the value is going to read."""
+        return self.blocks
+
+
+def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:
+    """Find one tensor for each storage below a value that is not known yet."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type != 'cpu':
+            pointer = value.untyped_storage().data_ptr()
+            if pointer not in known:
+                known.add(pointer)
+                yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _new_blocks(item, known)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _new_blocks(item, known)
+    elif isinstance(value, BaseDataElement):
+        for item in value.values():
+            yield from _new_blocks(item, known)
+    elif hasattr(value, 'to') and hasattr(value, '__dict__'):
+        for item in vars(value).values():
+            yield from _new_blocks(item, known)
+
+
+@dataclass
+class Ticket:
+    """Work begun on one batch.
+
+    Args:
+        batch (Any): The raw batch; held so that its identity stays its own.
+        split (str): Whose effective preprocessor was used.
+        training (bool): The flag it was begun with.
+        work (Work): The work.
+        ambient (Ambient | None): The modes that a user's forward ran under.
+        generation (int): The state of the preprocessor's fields that it was begun with.
+    """
+
+    batch: Any
+    split: str
+    training: bool
+    work: Work[Result]
+    ambient: Ambient | None
+    generation: int
+    _seen: list[tuple[Any, int | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = _state(self.batch)
+
+    def batch_changed(self) -> bool:
+        """bool: Whether someone has changed the batch since, so that the work is out of date."""
+        now = _state(self.batch)
+        return len(now) != len(self._seen) or any(
+            thing is not seen or version != seen_version
+            for (thing, version), (seen, seen_version) in zip(now, self._seen, strict=True)
+        )
+
+
+def _state(batch: Any) -> list[tuple[Any, int | None]]:
+    """The objects at the top two levels of a batch, and the versions of tensors among them."""
+    state = []
+    for item in _items(batch):
+        state.append((item, _version(item)))
+        state.extend((inner, _version(inner)) for inner in _items(item))
+    return state
+
+
+def _items(thing: Any) -> Any:
+    if isinstance(thing, Mapping):
+        return thing.values()
+    return thing if isinstance(thing, (list, tuple)) else ()
+
+
+def _version(item: Any) -> int | None:
+    if isinstance(item, torch.Tensor) and not item.is_inference():
+        return item._version
+    return None
+
+
+class Runtime:
+    """The part of a preprocessor that belongs to this process: tickets, streams, buffers.
+
+    A copy or a pickle of its owner gets a new, empty one.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._tickets: dict[int, deque[Ticket]] = {}
+        self._stream: Stream | None = None
+        self._device: torch.device | None = None
+        self._followed = -1
+        self._rings: dict[str, PinnedRing] = {}
+        self._ambient: dict[str, Ambient] = {}
+
+    def __deepcopy__(self, memo: dict) -> Runtime:
+        return Runtime()
+
+    def __reduce__(self) -> tuple:
+        return (Runtime, ())
+
+    def change(self) -> None:
+        """Note that a field of the preprocessor changed: work begun before is out of date."""
+        self.generation += 1
+
+    def stream(self, device: torch.device) -> Stream:
+        """The side stream; one for the preprocessor's life on a device."""
+        if self._stream is None or self._device != device:
+            self.close()
+            self._stream, self._device = stream_for(device), device
+        return self._stream
+
+    def follow(self, stream: Stream) -> None:
+        """Order the stream behind the compute stream once after each change of the fields, since
+        it reads the constants that were written there."""
+        if self._followed != self.generation:
+            stream.follow_compute()
+            self._followed = self.generation
+
+    def ring(self, split: str, slots: int) -> PinnedRing:
+        """The staging buffers of a split, made at the first call."""
+        if split not in self._rings:
+            self._rings[split] = PinnedRing(slots)
+        return self._rings[split]
+
+    def add(self, ticket: Ticket) -> None:
+        """Keep a ticket until its batch comes back."""
+        self._tickets.setdefault(id(ticket.batch), deque()).append(ticket)
+
+    def take(self, batch: Any) -> Ticket | None:
+        """Take the oldest ticket of a batch, if there is one."""
+        tickets = self._tickets.get(id(batch))
+        if not tickets:
+            return None
+        ticket = tickets.popleft()
+        if not tickets:
+            del self._tickets[id(batch)]
+        return ticket
+
+    def expected_ambient(self, split: str, device: torch.device) -> Ambient:
+        """The modes under which the model asked for the split's last batch."""
+        return self._ambient.get(split) or Ambient.current(device)
+
+    def note_ambient(self, split: str, device: torch.device) -> Ambient:
+        """Note and return the modes under which the model asks now."""
+        self._ambient[split] = Ambient.current(device)
+        return self._ambient[split]
+
+    def close(self) -> None:
+        """Give the stream's thread back."""
+        if self._stream is not None:
+            self._stream.close()
