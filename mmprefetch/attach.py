@@ -12,20 +12,28 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from .binding import Binding, DatasetPart, FieldSource, merge_parts, read_parts, take_parts
-from .config import dropped_top_level_fields
-from .data_preprocessor import PrefetchDataPreprocessor, build, find_class
+from .binding import (
+    NOT_FIELDS,
+    Binding,
+    DatasetPart,
+    FieldSource,
+    effective,
+    merge_parts,
+    same,
+    split_dataloader,
+)
+from .config import dropped_top_level_fields, is_prefetching, preprocessor_sources
+from .data_preprocessor import PrefetchDataPreprocessor, build, find_wrapped
 
 SPLITS = ('train', 'val', 'test')
-_NOT_FIELDS = ('type', 'wraps', 'prefetch_safe', '_scope_')
 
 
-def attach(runner: Any, split: str, dataloader: Any) -> PrefetchDataPreprocessor | None:
+def attach(runner: Any, split: str, dataloader: Any) -> tuple[PrefetchDataPreprocessor | None, Any]:
     """Wrap the preprocessor of a runner's model, and bind the fields of its datasets.
 
-    The datasets' ``data_preprocessor`` keys are taken out of the dataloader configs, since no
-    dataset knows them; the runner's own config keeps them. Dataloaders of the other splits are
-    bound too: they may be run by loops that do not look ahead.
+    The datasets' ``data_preprocessor`` keys are left out of the configs that dataloaders are built
+    from, since no dataset knows them; the runner's own config keeps them. Dataloaders of the other
+    splits are bound too: they may be run by loops that do not look ahead.
 
     Args:
         runner (Runner): The runner. Its model is built.
@@ -33,7 +41,8 @@ def attach(runner: Any, split: str, dataloader: Any) -> PrefetchDataPreprocessor
         dataloader (DataLoader | dict): The split's dataloader or its config.
 
     Returns:
-        PrefetchDataPreprocessor | None: None when the model has no preprocessor.
+        tuple: The preprocessor (None when the model has none), and what to build the split's
+        dataloader from.
 
     Raises:
         ValueError: Fields are bound to a dataset, but no preprocessor could take them; or they do
@@ -41,17 +50,20 @@ def attach(runner: Any, split: str, dataloader: Any) -> PrefetchDataPreprocessor
     """
     preprocessor = _wrap(runner)
     for name in SPLITS:
-        loader = dataloader if name == split else getattr(runner, f'_{name}_dataloader', None)
-        parts = _parts(loader, name)
-        if name in (preprocessor.bindings if preprocessor is not None else ()) and not any(
-            part.sources for part in parts
-        ):
-            continue  # bound before; its config has been emptied since
+        held = f'_{name}_dataloader'
+        loader = dataloader if name == split else getattr(runner, held, None)
+        if loader is None:
+            continue
+        loader, parts = split_dataloader(loader, f'{name}_dataloader')
+        if name == split:
+            dataloader = loader
+        else:
+            setattr(runner, held, loader)
         if preprocessor is None:
             _refuse(parts)
-        elif parts:
+        elif any(part.sources for part in parts) or name not in preprocessor.bindings:
             _bind(preprocessor, runner.cfg, name, parts)
-    return preprocessor
+    return preprocessor, dataloader
 
 
 def _wrap(runner: Any) -> PrefetchDataPreprocessor | None:
@@ -76,11 +88,9 @@ def _plain_fields(cfg: Any) -> dict:
     model = cfg.get('model')
     own = model.get('data_preprocessor') if isinstance(model, dict) else None
     fields = own or cfg.get('data_preprocessor')
-    return _fields(fields) if isinstance(fields, dict) else {}
-
-
-def _fields(config: dict) -> dict:
-    return {key: value for key, value in config.items() if key not in _NOT_FIELDS}
+    if not isinstance(fields, dict):
+        return {}
+    return {key: value for key, value in fields.items() if key not in NOT_FIELDS}
 
 
 def _warn_of_dropped_fields(cfg: Any) -> None:
@@ -94,16 +104,6 @@ def _warn_of_dropped_fields(cfg: Any) -> None:
             logger='current',
             level=logging.WARNING,
         )
-
-
-def _parts(loader: Any, split: str) -> list[DatasetPart]:
-    key = f'{split}_dataloader.dataset'
-    if isinstance(loader, dict):
-        dataset = loader.get('dataset')
-        return take_parts(dataset, key) if isinstance(dataset, dict) else read_parts(dataset)
-    if loader is None:
-        return []
-    return read_parts(getattr(loader, 'dataset', None))
 
 
 def _refuse(parts: list[DatasetPart]) -> None:
@@ -123,36 +123,35 @@ def _bind(
         cls, sources = _opted_in_sources(preprocessor, cfg)
     else:
         cls = type(preprocessor.wrapped)
-        key = 'data_preprocessor'
-        if isinstance(cfg.get('model'), dict) and cfg.model.get('data_preprocessor'):
-            key = 'model.data_preprocessor'
-        sources = [FieldSource(key, preprocessor.fields)]
+        sources = [FieldSource(_plain_key(cfg), preprocessor.fields)]
         if not any(part.sources for part in parts):
             preprocessor.bindings[split] = _unchecked(split, cls, sources[0])
             return
     binding, of_parts = merge_parts(split, cls, sources, parts)
-    _refuse_mixed(binding, of_parts, parts)
+    _refuse_mixed(cls, of_parts)
     preprocessor.bindings[split] = binding
-    if preprocessor.opted_in:
-        if cls is not type(preprocessor.wrapped) or binding.fields != preprocessor.fields:
-            preprocessor.bind(split, build(cls, binding.fields))
-    else:
+    if not preprocessor.opted_in:
         preprocessor.bind(split, _rebound(preprocessor, cls, binding.fields))
+    elif cls is not type(preprocessor.wrapped) or binding.fields != preprocessor.fields:
+        preprocessor.bind(split, build(cls, binding.fields))
+
+
+def _plain_key(cfg: Any) -> str:
+    model = cfg.get('model')
+    own = isinstance(model, dict) and model.get('data_preprocessor')
+    return 'model.data_preprocessor' if own else 'data_preprocessor'
 
 
 def _opted_in_sources(
     preprocessor: PrefetchDataPreprocessor, cfg: Any
 ) -> tuple[type[nn.Module], list[FieldSource]]:
-    cls = type(preprocessor.wrapped)
-    sources = [FieldSource('model.data_preprocessor', preprocessor.fields)]
-    top = cfg.get('data_preprocessor')
-    model = cfg.get('model')
-    if isinstance(top, dict) and isinstance(model, dict) and model.get('data_preprocessor'):
-        named = top.get('wraps') or top.get('type')
-        if named is not None and find_class(named) is not PrefetchDataPreprocessor:
-            cls = find_class(named)
-        sources.append(FieldSource('data_preprocessor', _fields(top)))
-    return cls, sources
+    # The model's code may have added to its fields, so they are taken from the preprocessor.
+    own = FieldSource('model.data_preprocessor', preprocessor.fields)
+    if not is_prefetching(cfg.get('model', {}).get('data_preprocessor')):
+        return type(preprocessor.wrapped), [own]  # the top level is the model's own
+    named, scope, sources = preprocessor_sources(cfg)
+    above = [source for source in sources if source.key != own.key]
+    return find_wrapped(named, scope), [own, *above]
 
 
 def _unchecked(split: str, cls: type, source: FieldSource) -> Binding:
@@ -161,20 +160,16 @@ def _unchecked(split: str, cls: type, source: FieldSource) -> Binding:
     return Binding(split, cls.__name__, dict(source.fields), origin, {})
 
 
-def _refuse_mixed(binding: Binding, of_parts: list[Binding], parts: list[DatasetPart]) -> None:
-    for other, part in zip(of_parts, parts, strict=True):
-        if other.fields != binding.fields:
-            differing = sorted(
-                name
-                for name in {*other.fields, *binding.fields}
-                if other.fields.get(name) != binding.fields.get(name)
-            )
-            name = differing[0]
-            raise ValueError(
-                f'{parts[0].path} and {part.path} are parts of one dataset but differ in '
-                f'`data_preprocessor.{name}`: {binding.fields.get(name)!r} and '
-                f'{other.fields.get(name)!r}. Give both the same value.'
-            )
+def _refuse_mixed(cls: type, bindings: list[Binding]) -> None:
+    for name in ('mean', 'std', 'to_rgb', 'bgr_to_rgb', 'rgb_to_bgr'):
+        for binding in bindings[1:]:
+            values = [effective(cls, one, name) for one in (bindings[0], binding)]
+            if not same(*values):
+                raise ValueError(
+                    f'{bindings[0].part} and {binding.part} are parts of one dataset but differ '
+                    f'in `data_preprocessor.{name}`: {values[0]!r} and {values[1]!r}. Give both '
+                    'the same value.'
+                )
 
 
 def _rebound(

@@ -18,6 +18,7 @@ __all__ = [
     'effective',
     'merge_parts',
     'nearest',
+    'plain',
     'read_parts',
     'resolve',
     'reverses_channels',
@@ -172,7 +173,25 @@ def same(a: Any, b: Any) -> bool:
     Returns:
         bool: True if they are equal with tuples, arrays and tensors read as lists.
     """
-    return _plain(a) == _plain(b)
+    return plain(a) == plain(b)
+
+
+def plain(value: Any) -> Any:
+    """Turn the tuples, arrays and tensors in a field's value into lists.
+
+    Args:
+        value (Any): A value from a config.
+
+    Returns:
+        Any: The same, in lists, dicts and what they hold.
+    """
+    if hasattr(value, 'tolist'):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
 
 
 def table(bindings: Sequence[Binding]) -> str:
@@ -188,7 +207,7 @@ def table(bindings: Sequence[Binding]) -> str:
     for binding in bindings:
         split = f'{binding.split} ({binding.part})' if binding.part else binding.split
         rows += [
-            (split, name, repr(_plain(value)), binding.origin[name])
+            (split, name, repr(plain(value)), binding.origin[name])
             for name, value in binding.fields.items()
         ]
         if not binding.fields:
@@ -259,7 +278,7 @@ def _check_statistics(binding: Binding, cls: Callable) -> None:
 
 
 def _numbers(name: str, binding: Binding, cls: Callable) -> list | None:
-    value = _plain(effective(cls, binding, name))
+    value = plain(effective(cls, binding, name))
     if value is None:
         return None
     # A class whose own default is a single number takes one.
@@ -292,7 +311,7 @@ def _check_mixing(cls, parts, bindings, part, binding) -> None:
             raise ValueError(
                 f'{part.mixed_by} merges images of several samples into one before they are '
                 f"normalised, so that its datasets can't differ in {name}: "
-                f'{parts[first].path} has {_plain(a)!r}, {part.path} has {_plain(b)!r}. Give both '
+                f'{parts[first].path} has {plain(a)!r}, {part.path} has {plain(b)!r}. Give both '
                 'the same value, or concatenate the datasets outside of the mixing wrapper'
             )
 
@@ -304,13 +323,3 @@ def _said(cls: Callable, binding: Binding, name: str) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, 'tolist'):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value

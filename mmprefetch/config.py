@@ -192,8 +192,9 @@ def _named_class(key: str, level: dict) -> Any:
 def _train_loop(loop: dict) -> str | None:
     type_ = loop.get('type')
     if type_ is None:
-        # mmengine reads a config without the key as counting in iterations.
-        counted = 'max_epochs' if loop.get('by_epoch') else 'max_iters'
+        if 'by_epoch' not in loop:
+            return 'PrefetchLoop'
+        counted = 'max_epochs' if loop['by_epoch'] else 'max_iters'
     else:
         stock = [known for known in TRAIN_LOOPS if _is_stock(type_, known)]
         if not stock:
@@ -203,7 +204,7 @@ def _train_loop(loop: dict) -> str | None:
     if counted not in loop:
         other = 'max_iters' if counted == 'max_epochs' else 'max_epochs'
         found = f'{other}={loop[other]}' if other in loop else 'neither of the two'
-        said = f'type={_name(type_)!r}' if type_ else f'by_epoch={loop.get("by_epoch", False)}'
+        said = f'type={_name(type_)!r}' if type_ else f'by_epoch={loop["by_epoch"]}'
         raise ValueError(f'train_cfg: {said} needs {counted}, found {found}; write {counted}=...')
     return 'PrefetchLoop'
 

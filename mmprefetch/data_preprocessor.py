@@ -10,9 +10,10 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.registry import MODELS
 from torch import nn
 
-from .binding import FieldSource, nearest, resolve
+from .binding import FieldSource, resolve
+from .classes import find_class, nearest
 from .families import family_of
-from .staging import PinnedRing, StagedBatch, stage
+from .staging import StagedBatch, stage
 from .tickets import Result, Runtime, Ticket
 
 _TABLES = ('_parameters', '_buffers', '_non_persistent_buffers_set', '_modules')
@@ -48,8 +49,8 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
     def __init__(
         self, wraps: str = 'ImgDataPreprocessor', prefetch_safe: bool = False, **fields: Any
     ) -> None:
-        cls = find_class(wraps)
-        resolve('model', cls, [FieldSource('model.data_preprocessor', fields)])
+        cls = find_wrapped(wraps)
+        fields = resolve('model', cls, [FieldSource('model.data_preprocessor', fields)]).fields
         self._set_up(build(cls, fields), fields, prefetch_safe, opted_in=True)
 
     @classmethod
@@ -306,11 +307,12 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         return f'wraps={type(self.wrapped).__name__}, fields={self.fields}'
 
 
-def find_class(name: Any) -> type[nn.Module]:
-    """Look a preprocessor class up in the registry.
+def find_wrapped(name: Any, scope: str | None = None) -> type[nn.Module]:
+    """Look the class up that a preprocessor is to wrap.
 
     Args:
         name (str | type): Registered name, or the class itself.
+        scope (str, optional): The registry scope to look in first.
 
     Returns:
         type: The class.
@@ -318,22 +320,15 @@ def find_class(name: Any) -> type[nn.Module]:
     Raises:
         ValueError: No such class is registered.
     """
-    if isinstance(name, type):
-        return name
-    with MODELS.switch_scope_and_registry(None) as registry:
-        cls = registry.get(name)
-        known = sorted(
-            key
-            for scope in (MODELS, registry)
-            for key in scope.module_dict
-            if 'preprocessor' in key.lower()
-        )
+    cls = find_class(MODELS, name, scope)
     if cls is None:
+        with MODELS.switch_scope_and_registry(scope) as registry:
+            names = {*MODELS.module_dict, *registry.module_dict}
+        known = sorted(known for known in names if 'preprocessor' in known.lower())
         raise ValueError(
             f"model.data_preprocessor.wraps='{name}' is not a registered preprocessor"
-            f'{nearest(name, known)}. Registered are: {", ".join(dict.fromkeys(known))}. If it '
-            'belongs to a package, add that package to `custom_imports` or write '
-            "`wraps='package.Name'`."
+            f'{nearest(name, known)}. Registered are: {", ".join(known)}. If it belongs to a '
+            "package, add that package to `custom_imports` or write `wraps='package.Name'`."
         )
     return cls
 

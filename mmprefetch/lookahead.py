@@ -8,14 +8,15 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from mmengine.logging import print_log
+
+from .loading import InlineSource, Loaded, LoaderThread, shut_workers, told_by_workers
 
 UNREDEEMED_LIMIT = 3
 """Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
@@ -36,15 +37,6 @@ class Preprocessor(Protocol):
     @property
     def compute_on_host(self) -> bool:
         """Whether the model's step runs on the calling thread."""
-
-
-@dataclass
-class Loaded:
-    """A batch that was loaded, or the error that came in its place."""
-
-    batch: Any = None
-    staged: Any = None
-    error: BaseException | None = None
 
 
 class LookAheadLoader:
@@ -81,7 +73,8 @@ class LookAheadLoader:
         self._threaded = loader_thread and getattr(dataloader, 'num_workers', 0) > 0
         self._skip = 0
         self._left: int | None = None
-        self._current: LookAhead | None = None
+        # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
+        self._current: Callable[[], LookAhead | None] = _no_pass
 
     @property
     def __class__(self) -> type:
@@ -107,8 +100,9 @@ class LookAheadLoader:
         iterator = iter(self._dataloader)
         if self._depth == 0:
             return iterator
-        self._current = LookAhead(self, iterator)
-        return self._current
+        current = LookAhead(self, iterator)
+        self._current = weakref.ref(current)
+        return current
 
     def plan(self, skip: int = 0, limit: int | None = None) -> None:
         """Say how many batches the loop is going to ask for.
@@ -120,24 +114,24 @@ class LookAheadLoader:
         """
         self._skip, self._left = skip, limit
 
-    def _stage(self, batch: Any) -> Any:
-        # Without workers the dataset may hand out views of memory that its next item overwrites.
-        reused = getattr(self._dataloader, 'num_workers', 0) == 0
-        return self._preprocessor.stage(batch, self._split, self._depth, reused)
-
     def fill(self) -> None:
         """Begin work on batches that are loaded, up to the depth. Never waits for a worker."""
-        if self._current is not None:
-            self._current.fill()
+        current = self._current()
+        if current is not None:
+            current.fill()
 
     def close(self) -> None:
         """End the look-ahead: its thread, its workers, and begun work that nobody asked for."""
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        current = self._current()
+        if current is not None:
+            current.close()
 
     def __reduce__(self) -> tuple:
         return (_plain, (self._dataloader,))
+
+
+def _no_pass() -> None:
+    return None
 
 
 def _plain(dataloader: Iterable) -> Iterable:
@@ -176,10 +170,10 @@ class LookAhead:
             self._begin(wait=True)
         if not self._begun:
             raise StopIteration
-        loader._current = self
+        loader._current = weakref.ref(self)
         due = self._begun.popleft()
         if due.error is not None:
-            raise due.error
+            raise told_by_workers(due.error, self._iterator)
         self._handed = due.batch
         if self._preprocessor.compute_on_host:
             # The step is over when it returns, so work that shall run beside it begins now.
@@ -198,7 +192,16 @@ class LookAhead:
             return False
         if self._source is None:
             kind = LoaderThread if loader._threaded else InlineSource
-            self._source = kind(self._iterator, loader._stage, max(loader._depth, 1), loader._left)
+            # Nothing that leads back to this pass: its thread must not keep it alive.
+            stage = partial(
+                self._preprocessor.stage,
+                split=loader._split,
+                depth=loader._depth,
+                # Without workers the dataset may hand out views of memory that its next item
+                # overwrites.
+                reused=getattr(loader._dataloader, 'num_workers', 0) == 0,
+            )
+            self._source = kind(self._iterator, stage, max(loader._depth, 1), loader._left)
         loaded = self._source.take(wait)
         if loaded is None:
             return False
@@ -245,130 +248,18 @@ class LookAhead:
 
     def close(self) -> None:
         """End the pass. Asking for a further batch then raises StopIteration."""
-        self._retire_quietly()
         self._ended = True
-        if isinstance(self._source, LoaderThread):
-            self._source.close()
-        self._source = None
-        if not self._exhausted:
-            _shut_workers(self._loader._dataloader, self._iterator)
-        self._iterator = iter(())
-
-    def _retire_quietly(self) -> None:
         self._drop()
         self._begun.clear()
         handed, self._handed = self._handed, None
         if handed is not None:
             self._preprocessor.discard(handed)
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+        iterator, self._iterator = self._iterator, iter(())
+        if not self._exhausted:
+            shut_workers(self._loader._dataloader, iterator)
 
     def __del__(self) -> None:
-        source = self.__dict__.get('_source')
-        if isinstance(source, LoaderThread):
-            source.close()
-
-
-class InlineSource:
-    """Loads and stages on the calling thread: without worker processes, dataset code runs here
-    and may draw from the global random generators."""
-
-    def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
-    ) -> None:
-        self._iterator = iterator
-        self._stage = stage
-
-    def take(self, wait: bool) -> Loaded:
-        """Load the next batch.
-
-        Args:
-            wait (bool): Makes no difference here.
-
-        Returns:
-            Loaded: A batch or an error; StopIteration at the end.
-        """
-        try:
-            batch = next(self._iterator)
-            return Loaded(batch, self._stage(batch))
-        except Exception as error:  # raised again where the batch is due
-            return Loaded(error=error)
-
-
-class LoaderThread:
-    """Loads and stages in a thread, at most ``depth`` batches ahead of :meth:`take`.
-
-    Args:
-        iterator (Iterator): The dataloader's iterator.
-        stage (Callable): Stages a batch.
-        depth (int): Loaded batches that may lie ready.
-        limit (int | None): Batches to load in all.
-    """
-
-    def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
-    ) -> None:
-        self._iterator = iterator
-        self._stage = stage
-        self._limit = limit
-        self._room = threading.Semaphore(depth)
-        self._ready: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name='mmprefetch-loader', daemon=True
-        )
-        self._thread.start()
-
-    def _run(self) -> None:
-        loaded = 0
-        while loaded != self._limit:
-            self._room.acquire()
-            if self._stopped.is_set():
-                break
-            try:
-                batch = next(self._iterator)
-                if self._stopped.is_set():
-                    break
-                self._ready.put(Loaded(batch, self._stage(batch)))
-            except BaseException as error:  # raised again where the batch is due
-                self._ready.put(Loaded(error=error))
-                break
-            del batch
-            loaded += 1
-
-    def take(self, wait: bool) -> Loaded | None:
-        """Take the next batch.
-
-        Args:
-            wait (bool): Wait until it is loaded.
-
-        Returns:
-            Loaded | None: A batch or an error (StopIteration at the end); None when it is not
-            loaded yet and ``wait`` is False.
-        """
-        try:
-            loaded = self._ready.get(block=wait)
-        except queue.Empty:
-            return None
-        self._room.release()
-        return loaded
-
-    def close(self) -> None:
-        """End the thread. It may be waiting for a worker process: wake it."""
-        self._stopped.set()
-        self._room.release()
-        self._thread.join(timeout=0.2)
-        results = getattr(self._iterator, '_data_queue', None)
-        if self._thread.is_alive() and results is not None:
-            # No task has this number, so `next` fails at once in the thread, which has been told
-            # to stop and drops the error.
-            results.put((-1, None))
-            self._thread.join(timeout=2.0)
-
-
-def _shut_workers(dataloader: Any, iterator: Any) -> None:
-    """End the worker processes of a pass that is left before its end."""
-    shutdown = getattr(iterator, '_shutdown_workers', None)
-    if shutdown is None:
-        return
-    shutdown()
-    if getattr(dataloader, '_iterator', None) is iterator:
-        dataloader._iterator = None  # persistent workers: the next pass starts new ones
+        self.close()

@@ -13,7 +13,7 @@ from mmengine.runner.base_loop import BaseLoop
 from torch.utils.data import DataLoader
 
 from .attach import attach
-from .binding import nearest
+from .classes import nearest
 from .hooks import put_first
 from .lookahead import LookAheadLoader
 
@@ -53,7 +53,7 @@ def _looking_ahead(
         )
     if not isinstance(loader_thread, bool):
         raise TypeError(f'{cfg}.loader_thread must be True or False, got {loader_thread!r}.')
-    preprocessor = attach(runner, split, dataloader)
+    preprocessor, dataloader = attach(runner, split, dataloader)
     BaseLoop.__init__(loop, runner, dataloader)
     _refuse_empty(loop.dataloader, split)
     put_first(runner)
@@ -217,7 +217,7 @@ class PrefetchTestLoop(_LookAheadLoop, TestLoop):
 
 
 @LOOPS.register_module()
-def PrefetchLoop(  # noqa: N802 - the name that configs use for a loop
+def PrefetchLoop(
     runner: Any, dataloader: DataLoader | dict, **kwargs: Any
 ) -> PrefetchEpochBasedTrainLoop | PrefetchIterBasedTrainLoop:
     """Build the training loop that the config asks for: by epochs or by iterations.

@@ -134,9 +134,7 @@ class StagedBatch:
         for dtype, (start, lengths, fills) in self._packed.items():
             stop = start + sum(lengths) * dtype.itemsize
             pieces = flat[start:stop].view(dtype).split_with_sizes(lengths)
-            for piece, (shape, strides, (container, key)) in zip(
-                pieces[::2], fills, strict=True
-            ):
+            for piece, (shape, strides, (container, key)) in zip(pieces[::2], fills, strict=True):
                 container[key] = _view(piece, shape, strides)
         for tensor, (container, key) in self._direct:
             strided = tensor.layout == torch.strided

@@ -3,6 +3,7 @@
 
 import copy
 import shutil
+from itertools import chain
 
 import pytest
 import torch
@@ -99,8 +100,11 @@ def resumed(cfg):
 @pytest.mark.parametrize('workers', [0, 2])
 @pytest.mark.parametrize('first', ['stock', 'prefetch'])
 @pytest.mark.parametrize('second', ['stock', 'prefetch'])
-@pytest.mark.parametrize('train', [dict(by_epoch=True, max_epochs=4), dict(by_epoch=False,
-                         max_iters=20, val_interval=100)], ids=['epochs', 'iterations'])  # fmt: skip
+@pytest.mark.parametrize(
+    'train',
+    [dict(by_epoch=True, max_epochs=4), dict(by_epoch=False, max_iters=20, val_interval=100)],
+    ids=['epochs', 'iterations'],
+)
 def test_resume_goes_on_with_either_loop(tmp_path, train, first, second, workers):
     ema = dict(type='EMAHook', momentum=0.1)
     cfg = toys.config(tmp_path, workers=workers, train=train, hooks=[ema])
@@ -237,16 +241,14 @@ def test_epoch_boundary(tmp_path):
     _, record = toys.run(toys.prefetching(cfg, 3))
     epochs = [sample.epoch for raw, *_ in record.raw for sample in raw['data_samples']]
     assert epochs == [0] * 14 + [1] * 14
-    first, second = sum(record.indices[:4], []), sum(record.indices[4:], [])
+    first, second = (list(chain(*part)) for part in (record.indices[:4], record.indices[4:]))
     assert sorted(first) == sorted(second) == list(range(14))
     assert first != second
 
 
 @pytest.mark.parametrize('workers', [0, 2])
 def test_dataset_error_comes_where_it_belongs(tmp_path, workers):
-    cfg = toys.config(
-        tmp_path, batch_size=1, workers=workers, dataset=dict(fail_at=5), val=False
-    )
+    cfg = toys.config(tmp_path, batch_size=1, workers=workers, dataset=dict(fail_at=5), val=False)
     cfg['train_dataloader']['sampler']['shuffle'] = False
     runner = Runner.from_cfg(toys.prefetching(cfg, 2))
     with pytest.raises(OSError, match='image 5 is broken') as caught:

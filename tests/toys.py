@@ -149,9 +149,7 @@ def config(work_dir, *, preprocessor=IMG, dataset=None, workers=0, batch_size=4,
             **loader, dataset=dataset, sampler=dict(type='DefaultSampler', shuffle=True)
         ),
         train_cfg=dict(by_epoch=True, max_epochs=2, val_interval=1) if train is None else train,
-        optim_wrapper=dict(
-            optimizer=dict(type='SGD', lr=0.1, momentum=0.9), **(optim or {})
-        ),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1, momentum=0.9), **(optim or {})),
         param_scheduler=dict(type='LinearLR', start_factor=0.5, by_epoch=False, end=6),
         randomness=dict(seed=3, deterministic=True),
         custom_hooks=[dict(type='Recorder'), *hooks],

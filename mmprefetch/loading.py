@@ -1,0 +1,145 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Load and stage batches: on the calling thread, or in a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Loaded:
+    """A batch that was loaded, or the error that came in its place."""
+
+    batch: Any = None
+    staged: Any = None
+    error: BaseException | None = None
+
+
+class InlineSource:
+    """Loads and stages on the calling thread: without worker processes, dataset code runs here
+    and may draw from the global random generators."""
+
+    def __init__(
+        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+    ) -> None:
+        self._iterator = iterator
+        self._stage = stage
+
+    def take(self, wait: bool) -> Loaded:
+        """Load the next batch.
+
+        Args:
+            wait (bool): Makes no difference here.
+
+        Returns:
+            Loaded: A batch or an error; StopIteration at the end.
+        """
+        try:
+            batch = next(self._iterator)
+            return Loaded(batch, self._stage(batch))
+        except Exception as error:  # raised again where the batch is due
+            return Loaded(error=error)
+
+    def close(self) -> None:
+        """Nothing runs beside the calling thread."""
+
+
+class LoaderThread:
+    """Loads and stages in a thread, at most ``depth`` batches ahead of :meth:`take`.
+
+    Args:
+        iterator (Iterator): The dataloader's iterator.
+        stage (Callable): Stages a batch.
+        depth (int): Loaded batches that may lie ready.
+        limit (int | None): Batches to load in all.
+    """
+
+    def __init__(
+        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+    ) -> None:
+        self._iterator = iterator
+        self._stage = stage
+        self._limit = limit
+        self._room = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='mmprefetch-loader', daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        loaded = 0
+        while loaded != self._limit:
+            self._room.acquire()
+            if self._stopped.is_set():
+                break
+            try:
+                batch = next(self._iterator)
+                if self._stopped.is_set():
+                    break
+                self._ready.put(Loaded(batch, self._stage(batch)))
+            except BaseException as error:  # raised again where the batch is due
+                if not self._stopped.is_set():
+                    self._ready.put(Loaded(error=error))
+                break
+            del batch
+            loaded += 1
+
+    def take(self, wait: bool) -> Loaded | None:
+        """Take the next batch.
+
+        Args:
+            wait (bool): Wait until it is loaded.
+
+        Returns:
+            Loaded | None: A batch or an error (StopIteration at the end); None when it is not
+            loaded yet and ``wait`` is False.
+        """
+        try:
+            loaded = self._ready.get(block=wait)
+        except queue.Empty:
+            return None
+        self._room.release()
+        return loaded
+
+    def close(self) -> None:
+        """End the thread. It may be waiting for a worker process: wake it."""
+        self._stopped.set()
+        self._room.release()
+        self._thread.join(timeout=0.2)
+        results = getattr(self._iterator, '_data_queue', None)
+        if self._thread.is_alive() and results is not None:
+            # No task has this number, so `next` fails at once in the thread, which has been told
+            # to stop and drops the error.
+            results.put((-1, None))
+            self._thread.join(timeout=2.0)
+
+
+def told_by_workers(error: BaseException, iterator: Any) -> BaseException:
+    """Name a dead worker process where its death is why a batch could not be read."""
+    if isinstance(error, (OSError, EOFError)):
+        for worker in getattr(iterator, '_workers', ()):
+            worker.join(timeout=0.1)  # its connection is lost before its end is known
+            if worker.exitcode:
+                made = RuntimeError(
+                    f'A dataloader worker (pid {worker.pid}) ended with exit code '
+                    f'{worker.exitcode}; a negative one is the signal that killed it, and -9 '
+                    'usually means that memory ran out. Use fewer `num_workers` or a smaller '
+                    '`batch_size`.'
+                )
+                made.__cause__ = error
+                return made
+    return error
+
+
+def shut_workers(dataloader: Any, iterator: Any) -> None:
+    """End the worker processes of a pass that is left before its end."""
+    shutdown = getattr(iterator, '_shutdown_workers', None)
+    if shutdown is None:
+        return
+    shutdown()
+    if getattr(dataloader, '_iterator', None) is iterator:
+        dataloader._iterator = None  # persistent workers: the next pass starts new ones

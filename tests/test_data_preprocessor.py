@@ -1,0 +1,291 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The wrapper stands where the wrapped preprocessor stood, and hands out what was begun."""
+
+import copy
+import pickle
+import threading
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import toys
+from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
+from mmengine.registry import MODELS
+from mmengine.structures import BaseDataElement
+from torch import nn
+
+from mmprefetch import PrefetchDataPreprocessor
+
+IMG = {key: value for key, value in toys.IMG.items() if key != 'type'}
+
+
+def batch(count=3, seed=0):
+    items = [toys.ToyImages()[seed + index] for index in range(count)]
+    return dict(
+        inputs=[item['inputs'] for item in items],
+        data_samples=[item['data_samples'] for item in items],
+    )
+
+
+@pytest.fixture
+def wrapper():
+    made = PrefetchDataPreprocessor(**IMG)
+    yield made
+    made.close()
+
+
+def test_result_of_begun_work_is_the_stock_result(wrapper):
+    raw = batch()
+    expected = ImgDataPreprocessor(**IMG)(copy.deepcopy(raw), True)
+    wrapper.prefetch(raw, True)
+    assert toys.same(wrapper(raw, True), expected)
+    assert toys.same(wrapper(raw, True), expected)  # the second call is an ordinary one
+
+
+def test_the_object_itself_is_the_ticket(wrapper):
+    raw = batch()
+    wrapper.prefetch(raw, True)
+    other = copy.copy(raw)
+    assert toys.same(wrapper(other, True), wrapper(raw, True))
+    assert not wrapper.discard(raw)
+
+
+def test_a_batch_may_come_twice(wrapper):
+    raw = batch()
+    for _ in range(2):
+        wrapper.prefetch(raw, True)
+    first, second = wrapper(raw, True), wrapper(raw, True)
+    assert toys.same(first, second) and first is not second
+    assert not wrapper.discard(raw)
+
+
+def test_discard(wrapper):
+    raw = batch()
+    assert not wrapper.discard(raw)
+    wrapper.prefetch(raw, True)
+    assert wrapper.discard(raw)
+    assert toys.same(wrapper(raw), ImgDataPreprocessor(**IMG)(raw))
+
+
+def test_four_and_nineteen_channels():
+    for channels in (4, 19):
+        mean = [float(index) for index in range(channels)]
+        std = [1.5 + index for index in range(channels)]
+        image = torch.randint(0, 256, (channels, 8, 8), dtype=torch.uint8)
+        wrapper = PrefetchDataPreprocessor(mean=mean, std=std)
+        expected = (image.float() - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(
+            -1, 1, 1
+        )
+        assert torch.equal(wrapper(dict(inputs=[image]))['inputs'][0], expected)
+        assert torch.equal(wrapper(dict(inputs=image[None]))['inputs'][0], expected)
+
+
+def test_three_values_on_four_channels_name_both_numbers():
+    wrapper = PrefetchDataPreprocessor(mean=[1.0] * 3, std=[1.0] * 3)
+    with pytest.raises(ValueError, match=r'4 channels.*3 values|3 values.*4 channels'):
+        wrapper(dict(inputs=[torch.zeros(4, 8, 8, dtype=torch.uint8)]))
+
+
+def test_reversal_of_four_channels_drops_none():
+    image = torch.arange(4, dtype=torch.uint8).view(4, 1, 1)
+    out = PrefetchDataPreprocessor(bgr_to_rgb=True)(dict(inputs=[image]))['inputs']
+    assert out.flatten().tolist() == [2.0, 1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize('key', ['bgr_to_rgb', 'rgb_to_bgr', 'to_rgb'])
+def test_channel_order(key):
+    pixel = torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1)
+    wrapper = PrefetchDataPreprocessor(mean=[1.0, 2.0, 3.0], std=[1.0] * 3, **{key: True})
+    assert wrapper(dict(inputs=[pixel]))['inputs'].flatten().tolist() == [29.0, 18.0, 7.0]
+
+
+def test_misspelt_channel_order():
+    with pytest.raises(ValueError, match=r'bgr_to_rbg.*bgr_to_rgb'):
+        PrefetchDataPreprocessor(bgr_to_rbg=True)
+
+
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.uint16, torch.float16, torch.float32])
+@pytest.mark.parametrize('normalize', [False, True])
+def test_sixteen_bit_and_float_images(dtype, normalize):
+    top = 65535 if dtype is torch.uint16 else 255
+    image = torch.from_numpy(np.linspace(0, top, 48).reshape(3, 4, 4)).to(dtype)
+    mean, std = [1000.0, 20.5, 3.25], [58.395, 57.12, 57.375]
+    wrapper = PrefetchDataPreprocessor(**(dict(mean=mean, std=std) if normalize else {}))
+    out = wrapper(dict(inputs=[image]))['inputs'][0]
+    expected = image.to(torch.float64)
+    if normalize:
+        expected = (expected - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(
+            std
+        ).double().view(3, 1, 1)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+Pair = namedtuple('Pair', 'a b')
+
+
+def test_leaves_that_are_not_tensors():
+    element = BaseDataElement(metainfo=dict(path='x', shape=(1, 2)))
+    element.boxes = torch.rand(2, 4)
+    element.name = 'name'
+    raw = dict(
+        text='a', raw=b'b', nothing=None, number=3, array=np.arange(3), pair=Pair(1, torch.ones(2)),
+        empty=[], element=element, nested=[(1, 'x'), {'k': torch.zeros(0)}],
+    )  # fmt: skip
+    expected = BaseDataPreprocessor().cast_data(raw)
+    for reused in (False, True):
+        wrapper = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
+        staged = wrapper.stage(raw, 'train', 2, reused)
+        wrapper.prefetch(raw, True, 'train', staged)
+        out = wrapper(raw, True)
+        wrapper.close()
+        assert toys.same(out, expected)
+        assert out['array'] is raw['array']
+
+
+def test_reused_dataset_buffer():
+    buffer = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    wrapper = PrefetchDataPreprocessor(mean=[0.0], std=[1.0])
+    begun = []
+    for value in range(4):
+        buffer.fill_(value)
+        raw = dict(inputs=[buffer])
+        wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 4, True))
+        begun.append(raw)
+    results = [wrapper._runtime.take(raw).work.wait(lambda r: []).value for raw in begun]
+    wrapper.close()
+    assert [result['inputs'].unique().tolist() for result in results] == [[0], [1], [2], [3]]
+
+
+def test_errors_come_where_the_batch_is_due(wrapper):
+    raw = dict(inputs='no image')
+    wrapper.prefetch(raw, True)
+    with pytest.raises(TypeError, match='no image'):
+        wrapper(raw, True)
+
+
+# -- standing in for the wrapped module ------------------------------------------------------
+
+
+class Stateful(BaseDataPreprocessor):
+    """Has everything a module can have."""
+
+    def __init__(self, start=1.0):
+        super().__init__()
+        self.register_buffer('kept', torch.tensor(start))
+        self.register_buffer('dropped', torch.tensor(start), persistent=False)
+        self.weight = nn.Parameter(torch.tensor([start]))
+        self.inner = nn.BatchNorm1d(2)
+        self.augment = None
+
+
+def test_tables_are_shared():
+    module = Stateful()
+    model = nn.Module()
+    model.pre = module
+    names = [list(dict(getattr(model, kind)())) for kind in
+             ('named_parameters', 'named_buffers', 'state_dict')]  # fmt: skip
+    model.pre = PrefetchDataPreprocessor.around(module)
+    assert names == [list(dict(getattr(model, kind)())) for kind in
+                     ('named_parameters', 'named_buffers', 'state_dict')]  # fmt: skip
+    model.double()
+    assert module.kept.dtype == torch.float64 and module.weight.dtype == torch.float64
+    model.load_state_dict({**model.state_dict(), 'pre.kept': torch.tensor(7.0)})
+    assert module.kept.item() == 7.0
+    model.eval()
+    assert not module.training and not module.inner.training
+
+
+def test_attributes_reach_the_wrapped_module():
+    module = Stateful()
+    wrapper = PrefetchDataPreprocessor.around(module)
+    wrapper.augment = 'mixup'
+    assert module.augment == 'mixup' and wrapper.augment == 'mixup'
+    wrapper.kept = torch.tensor(3.0)
+    assert module.kept.item() == 3.0
+    del wrapper.augment
+    assert not hasattr(module, 'augment')
+    with pytest.raises(AttributeError, match='nonsense'):
+        _ = wrapper.nonsense
+
+
+def test_a_field_that_changes_makes_begun_work_out_of_date(wrapper):
+    raw = batch()
+    wrapper.prefetch(raw, True)
+    wrapper.pad_value = 9
+    assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG, pad_value=9)(raw, True))
+
+
+@pytest.mark.parametrize('clone', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_leave_streams_and_begun_work_behind(wrapper, clone):
+    raw = batch()
+    wrapper.bind('val', ImgDataPreprocessor(mean=[5.0], std=[2.0]))
+    wrapper.prefetch(raw, True)
+    twin = clone(wrapper)
+    assert not twin.discard(raw)
+    assert toys.same(twin(raw), ImgDataPreprocessor(**IMG)(raw))
+    twin.split = 'val'
+    assert toys.same(twin(raw), ImgDataPreprocessor(mean=[5.0], std=[2.0])(raw))
+    twin.mean.zero_()
+    assert twin.mean.sum() == 0 and twin.wrapped.mean.sum() == 0 and wrapper.mean.sum() != 0
+
+
+def test_device_is_where_the_tensors_are():
+    wrapper = PrefetchDataPreprocessor(**IMG)
+    assert wrapper.device == torch.device('cpu')
+    wrapper._buffers['mean'] = wrapper.mean.to('meta')  # as a wrapper of models does it
+    assert wrapper.device == torch.device('meta')
+    bare = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
+    bare._device = torch.device('meta')
+    assert bare.device == torch.device('meta') == bare.wrapped.device
+
+
+def test_any_module_can_be_wrapped():
+    class Plain(nn.Module):
+        def forward(self, data, training=False):
+            data['seen'] = training
+            return data
+
+    wrapper = PrefetchDataPreprocessor.around(Plain())
+    raw = dict(inputs=torch.ones(1))
+    wrapper.prefetch(raw, True)
+    assert 'seen' not in raw
+    assert wrapper(raw, True) is raw and raw['seen'] is True
+    wrapper.close()
+
+
+@MODELS.register_module(force=True)
+class Slow(BaseDataPreprocessor):
+    def forward(self, data, training=False):
+        self.threads = [*getattr(self, 'threads', []), threading.current_thread().name]
+        data = self.cast_data(data)
+        time.sleep(0.01)
+        scale = 2.0 if torch.is_grad_enabled() else 3.0
+        scale += 10 * torch.is_autocast_enabled('cpu')
+        return dict(inputs=[image * scale for image in data['inputs']])
+
+
+def test_an_unknown_preprocessor_runs_when_the_batch_is_due():
+    wrapper = PrefetchDataPreprocessor(wraps='Slow')
+    raw = batch()
+    wrapper.prefetch(raw, True)
+    wrapper(raw, True)
+    wrapper.close()
+    assert wrapper.threads == ['MainThread']
+
+
+def test_prefetch_safe_lets_forward_run_ahead_under_the_modes_of_the_model():
+    wrapper = PrefetchDataPreprocessor(wraps='Slow', prefetch_safe=True)
+    scales = []
+    for _ in range(3):
+        raw = dict(inputs=[torch.ones(1)])
+        wrapper.prefetch(raw, True)
+        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+            scales.append(wrapper(raw, True)['inputs'][0].item())
+    wrapper.close()
+    assert scales == [13.0] * 3
+    ahead = [name for name in wrapper.threads if name.startswith('mmprefetch')]
+    # The first was begun under other modes than the model turned out to have: done again.
+    assert len(ahead) == 3 and wrapper.threads.count('MainThread') == 1

@@ -1,0 +1,308 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Batches come in order, bounded, each begun once, and the pass ends cleanly."""
+
+import gc
+import itertools
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+from mmengine.dataset import InfiniteSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from mmprefetch.lookahead import UNREDEEMED_LIMIT, LookAheadLoader
+
+
+class Numbers(Dataset):
+    def __init__(self, length, fail_at=None, delay=0.0, die_at=None):
+        self.length, self.fail_at, self.delay, self.die_at = length, fail_at, delay, die_at
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.delay)
+        if index == self.fail_at:
+            raise LookupError(f'no item {index}')
+        if index == self.die_at:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+class Recording:
+    """A preprocessor that keeps account."""
+
+    compute_on_host = True
+
+    def __init__(self, redeem=True):
+        self.redeem = redeem
+        self.open, self.begun, self.most, self.threads = [], [], 0, set()
+
+    def stage(self, batch, split, depth, reused):
+        self.threads.add(threading.current_thread().name)
+        return None
+
+    def prefetch(self, batch, training, split, staged):
+        self.open.append(batch)
+        self.begun.append(batch)
+        self.most = max(self.most, len(self.open))
+
+    def discard(self, batch):
+        if any(batch is other for other in self.open):
+            self.open = [other for other in self.open if other is not batch]
+            return True
+        return False
+
+    def model(self, batch):
+        if self.redeem:
+            assert self.discard(batch)
+
+
+def ids(loader, preprocessor):
+    seen = []
+    for batch in loader:
+        preprocessor.model(batch)
+        seen.append(batch)
+    return [batch.tolist() for batch in seen]
+
+
+def plain(dataset, **kwargs):
+    return [batch.tolist() for batch in DataLoader(dataset, **kwargs)]
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('depth', [0, 1, 2, 3])
+def test_ids_equal_those_of_a_plain_loop(workers, depth):
+    for length in (0, 1, 2, 7):
+        kwargs = dict(batch_size=2, num_workers=workers)
+        preprocessor = Recording(redeem=depth > 0)
+        loader = LookAheadLoader(
+            DataLoader(Numbers(length), **kwargs), preprocessor, 'train', depth
+        )
+        for _ in range(2):
+            assert ids(loader, preprocessor) == plain(Numbers(length), **kwargs)
+        iterator = iter(loader)
+        for batch in iterator:
+            preprocessor.model(batch)
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(iterator)
+        loader.close()
+        assert preprocessor.most <= depth + 1
+        assert not preprocessor.open
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('depth', [1, 2, 5])
+def test_depth_is_honoured(workers, depth):
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(20), num_workers=workers), preprocessor, 'train', depth
+    )
+    iterator = iter(loader)
+    for index in range(20):
+        batch = next(iterator)
+        deadline = time.monotonic() + 20
+        while len(preprocessor.begun) < min(index + 1 + depth, 20):
+            loader.fill()
+            assert time.monotonic() < deadline
+        loader.fill()
+        assert len(preprocessor.begun) == min(index + 1 + depth, 20)
+        preprocessor.model(batch)
+    loader.close()
+    assert preprocessor.most == depth + 1
+
+
+def test_accelerators_begin_after_the_step():
+    preprocessor = Recording()
+    preprocessor.compute_on_host = False
+    loader = LookAheadLoader(DataLoader(Numbers(6)), preprocessor, 'train', 2)
+    iterator = iter(loader)
+    for index in range(6):
+        batch = next(iterator)
+        assert len(preprocessor.begun) == (1 if index == 0 else min(index + 2, 6))
+        preprocessor.model(batch)
+        loader.fill()
+        assert len(preprocessor.begun) == min(index + 3, 6)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('at', [0, 5])
+def test_an_error_comes_at_its_batch(workers, at):
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(9, fail_at=at), num_workers=workers), preprocessor, 'train', 3
+    )
+    seen = []
+    with pytest.raises(LookupError, match=f'no item {at}'):
+        for batch in loader:
+            preprocessor.model(batch)
+            seen.append(batch.item())
+    assert seen == list(range(at))
+    loader.close()
+    assert leftovers() == []
+
+
+def test_a_worker_that_is_killed_is_named():
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(9, die_at=4), num_workers=1), preprocessor, 'train', 2
+    )
+    with pytest.raises(RuntimeError, match=r'worker .*(killed|exited|exit code -9)'):
+        ids(loader, preprocessor)
+    loader.close()
+
+
+def leftovers():
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = [thread.name for thread in threading.enumerate()
+                if thread.name.startswith('mmprefetch')]  # fmt: skip
+        left += [child.name for child in multiprocessing.active_children()]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize('persistent', [False, True])
+@pytest.mark.parametrize('taken', [0, 1, 4])
+def test_nothing_is_left_when_a_pass_is_broken_off(persistent, taken):
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(50, delay=0.01), num_workers=2, persistent_workers=persistent),
+        preprocessor,
+        'train',
+        2,
+    )
+    iterator = iter(loader)
+    for batch in itertools.islice(iterator, taken):
+        preprocessor.model(batch)
+    loader.close()
+    assert leftovers() == []
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert not preprocessor.open
+    assert ids(loader, preprocessor) == [[index] for index in range(50)]
+    loader.close()
+    del loader, iterator
+    assert leftovers() == []
+
+
+def test_a_thread_that_waits_for_a_worker_is_woken():
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(4, delay=60), num_workers=1), preprocessor, 'train', 2
+    )
+    iterator = iter(loader)
+    iterator.fill()
+    assert any(thread.name == 'mmprefetch-loader' for thread in threading.enumerate())
+    begin = time.monotonic()
+    loader.close()
+    assert not any(thread.name == 'mmprefetch-loader' for thread in threading.enumerate())
+    assert time.monotonic() - begin < 50  # it did not sleep the item's minute out
+
+
+def test_an_abandoned_iterator_ends_its_thread():
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(50), num_workers=1), preprocessor, 'train', 2)
+    next(iter(loader))
+    del loader
+    assert leftovers() == []
+
+
+def test_loader_thread_can_be_turned_off():
+    for on in (True, False):
+        preprocessor = Recording()
+        loader = LookAheadLoader(
+            DataLoader(Numbers(6), num_workers=1), preprocessor, 'train', 2, loader_thread=on
+        )
+        assert ids(loader, preprocessor) == [[index] for index in range(6)]
+        assert preprocessor.threads == {'mmprefetch-loader' if on else 'MainThread'}
+
+
+@pytest.mark.parametrize('method', ['fork', 'spawn'])
+def test_spawn_and_fork(method):
+    preprocessor = Recording()
+    kwargs = dict(num_workers=2, multiprocessing_context=method, batch_size=3)
+    loader = LookAheadLoader(DataLoader(Numbers(10), **kwargs), preprocessor, 'train', 2)
+    assert ids(loader, preprocessor) == plain(Numbers(10), batch_size=3)
+    loader.close()
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_iterable_dataset(workers):
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Stream(), batch_size=2, num_workers=workers), preprocessor, 'train', 3
+    )
+    assert ids(loader, preprocessor) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_plan_limits_an_endless_loader(workers):
+    preprocessor = Recording()
+    dataset = Numbers(5)
+    loader = LookAheadLoader(
+        DataLoader(dataset, sampler=InfiniteSampler(dataset, shuffle=False), num_workers=workers),
+        preprocessor,
+        'train',
+        3,
+    )
+    loader.plan(skip=4, limit=8)
+    iterator = iter(loader)
+    seen = list(itertools.islice(iterator, 4))
+    assert not preprocessor.begun
+    for _ in range(8):
+        seen.append(next(iterator))
+        preprocessor.model(seen[-1])
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert [batch.item() for batch in seen] == [index % 5 for index in range(12)]
+    assert len(preprocessor.begun) == 8
+    loader.close()
+    assert leftovers() == []
+
+
+def test_batches_that_are_never_asked_for_end_the_look_ahead():
+    preprocessor = Recording(redeem=False)
+    loader = LookAheadLoader(DataLoader(Numbers(30)), preprocessor, 'test', 2)
+    assert ids(loader, preprocessor) == [[index] for index in range(30)]
+    assert len(preprocessor.begun) <= UNREDEEMED_LIMIT + 2
+    assert not preprocessor.open
+    begun = len(preprocessor.begun)
+    assert ids(loader, preprocessor) == [[index] for index in range(30)]
+    assert len(preprocessor.begun) == begun
+
+
+def test_the_iterator_is_made_when_the_loop_makes_it():
+    preprocessor = Recording()
+    dataloader = DataLoader(Numbers(4), shuffle=True)
+    torch.manual_seed(5)
+    iter(dataloader)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    iter(LookAheadLoader(dataloader, preprocessor, 'train', 2))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_it_stands_in_for_the_dataloader():
+    dataloader = DataLoader(Numbers(4), batch_size=2)
+    loader = LookAheadLoader(dataloader, Recording(), 'train', 2)
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 2 and loader.dataset is dataloader.dataset
+    loader.epoch = 3
+    assert dataloader.epoch == 3
+    with pytest.raises(ValueError, match='should not be set'):
+        loader.batch_size = 5
