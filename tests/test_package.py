@@ -53,7 +53,7 @@ def test_the_core_imports_without_mmcv():
 def test_the_demo_without_mmcv_names_the_install_command():
     result = import_without('mmcv', 'mmprefetch.demo')
     assert result.returncode == 1
-    assert re.search(r'ImportError: .*pip install .*mim', result.stderr)
+    assert re.search(r'ImportError: .*pip install mmcv-lite', result.stderr)
 
 
 def test_public_names():

@@ -209,7 +209,8 @@ def same(one, other):
             type(one) is type(other)
             and one.dtype == other.dtype
             and one.shape == other.shape
-            and torch.equal(one, other)
+            and one.layout == other.layout
+            and torch.equal(one.to_dense(), other.to_dense())
         )
     if isinstance(one, np.ndarray):
         return type(one) is type(other) and one.dtype == other.dtype and np.array_equal(one, other)

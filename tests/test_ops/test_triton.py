@@ -1,0 +1,135 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The Triton kernel on CPU tensors, in Triton's interpreter, against the plain reference."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+from mmprefetch import ops
+
+needs_triton = pytest.mark.skipif(find_spec('triton') is None, reason='triton is not installed')
+
+
+@pytest.fixture(scope='module')
+def interpreted():
+    """Run the cases below in a process where Triton interprets; return what it printed."""
+    environment = {
+        **os.environ,
+        'TRITON_INTERPRET': '1',
+        'PYTHONPATH': os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(': ', 1) for line in done.stdout.splitlines() if ': ' in line)
+
+
+def cases():
+    """Name -> arguments of `plan_batch` without layout and out."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape):
+        return torch.rand(shape, generator=generator) * 120
+
+    mean, std = noise(3, 1, 1), noise(3, 1, 1) + 1
+    dtypes = (
+        *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    )
+    for dtype in dtypes:
+        images = [noise(3, *s).to(dtype) for s in SIZES]
+        yield f'ragged {dtype}', (images, mean, std, (2, 1, 0), 4, None, 3, torch.float32)
+        stacked = torch.stack([noise(3, 5, 7).to(dtype), images[0]])
+        yield f'stacked {dtype}', (stacked, mean, std, (2, 1, 0), 8, None, 3, torch.float32)
+    images = [noise(4, *s) for s in SIZES]
+    own = noise(2, 4), noise(2, 4) + 1
+    for dtype in (torch.float16, torch.bfloat16):
+        yield f'to {dtype}', (images, *own, (3, 1, 0, 2), 1, None, 0, dtype)
+    yield 'not normalised', (images, None, None, (3, 1, 0, 2), 1, (9, 11), 114, torch.float32)
+    strided = [images[0].mT, images[1].movedim(0, -1).contiguous().movedim(-1, 0)]
+    yield 'not contiguous', (strided, *own, None, 1, None, 0, torch.float32)
+    yield 'one mean', (images, own[0][0, :1], own[1], None, 1, None, 0, torch.float32)
+    order = (2, 1, 0, *range(3, 19))
+    many = noise(19), noise(19) + 1
+    yield 'many channels', (noise(2, 19, 40, 30), *many, order, 32, None, 0, torch.float32)
+    yield 'other order', (noise(2, 19, 4, 3), *many, order[::-1], 1, None, 0, torch.float32)
+    videos = [noise(4, 7, 5, 3), noise(4, 3, 8, 9)]
+    yield 'ragged videos', (videos, *own, None, 2, None, 1, torch.float32)
+    yield 'videos', (noise(2, 4, 5, 6, 7), *own, None, 4, None, 1, torch.float32)
+    buffer = noise(400)
+    views = [buffer[300:360].view(3, 4, 5), buffer[7:37].view(3, 5, 2)]
+    yield 'views of one buffer', (views, mean, std, None, 1, None, 0, torch.float32)
+
+
+SIZES = ((5, 7), (9, 3))
+
+
+def same(got, expected):
+    if got.dtype == torch.bfloat16:
+        # The interpreter cuts bfloat16 off where a device rounds.
+        return torch.allclose(got, expected, rtol=2**-7, atol=0)
+    return torch.equal(got, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize('name', [name for name, _ in cases()])
+def test_kernel_equals_reference(interpreted, name):
+    assert interpreted[name] == 'same'
+
+
+@needs_triton
+def test_usable(interpreted):
+    assert interpreted['usable'] == 'True'
+
+
+@needs_triton
+def test_device_that_cannot_launch_warns_once():
+    from mmprefetch.ops import triton
+
+    device = torch.device('cpu')
+    triton.usable.cache_clear()
+    with mock.patch.object(triton, '_kernel') as kernel:
+        kernel.__getitem__.side_effect = RuntimeError('no compiler')
+        with pytest.warns(UserWarning, match='no compiler.*plain torch'):
+            assert not triton.usable(device)
+        assert not triton.usable(device)
+    triton.usable.cache_clear()
+
+
+def test_cuda_without_triton_takes_the_reference():
+    image = mock.Mock(dtype=torch.uint8, device=torch.device('cuda', 0))
+    with mock.patch.object(ops, '_has_triton', return_value=False):
+        assert ops._implementation([image]) is ops._reference
+
+
+def main():
+    from mmprefetch.ops import triton
+    from mmprefetch.ops.checks import plan_batch
+    from mmprefetch.ops.reference import normalize as reference
+
+    print('usable:', triton.usable(torch.device('cpu')))
+    for name, arguments in cases():
+        video = arguments[0][0].dim() == 4
+        verdict = 'same'
+        for layout in (
+            torch.contiguous_format,
+            torch.channels_last_3d if video else torch.channels_last,
+        ):
+            plan = plan_batch(*arguments, layout, None)
+            batch, mask = triton.normalize(plan, True)
+            expected, expected_mask = reference(plan, True)
+            if not same(batch, expected) or batch.stride() != expected.stride():
+                verdict = f'differs in {layout}'
+            if not torch.equal(mask, expected_mask):
+                verdict = f'mask differs in {layout}'
+        print(f'{name}: {verdict}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,295 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""What staging delivers is what ``cast_data`` returns, from one buffer, by one copy."""
+
+import copy
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mmengine.model import BaseDataPreprocessor
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmprefetch.staging import ALIGNMENT, PinnedRing, stage
+
+CPU = torch.device('cpu')
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+          torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool,
+          torch.complex64]  # fmt: skip
+Pair = namedtuple('Pair', 'first second')
+
+
+class Boxes:
+    """An object with a ``to`` of its own, as box types have."""
+
+    def __init__(self, tensor, label='box'):
+        self.tensor, self.label = tensor, label
+
+    def to(self, *args, **kwargs):
+        return Boxes(self.tensor.to(*args, **kwargs), self.label)
+
+
+class Renamed(BaseDataElement):
+    """Overrides ``to``; keeps a value behind a property."""
+
+    @property
+    def boxes(self):
+        return self._boxes
+
+    @boxes.setter
+    def boxes(self, value):
+        self.set_field(value, '_boxes', dtype=torch.Tensor)
+
+    def to(self, *args, **kwargs):
+        moved = super().to(*args, **kwargs)
+        moved.set_metainfo(dict(moved=True))
+        return moved
+
+
+class WithProperty(BaseDataElement):
+    @property
+    def boxes(self):
+        return self._boxes
+
+    @boxes.setter
+    def boxes(self, value):
+        self.set_field(value, '_boxes', dtype=torch.Tensor)
+
+
+def numbers(shape, dtype, layout, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator)
+    tensor = tensor.to(dtype)
+    if layout == 'transposed' and tensor.dim() > 1:
+        return tensor.transpose(0, -1)
+    if layout == 'strided' and tensor.dim() and tensor.shape[0] > 1:
+        return tensor[::2]
+    if layout == 'expanded':
+        return tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor
+
+
+tensors = st.builds(
+    numbers,
+    st.lists(st.integers(0, 4), max_size=4).map(tuple),
+    st.sampled_from(DTYPES),
+    st.sampled_from(['contiguous', 'transposed', 'strided', 'expanded']),
+    st.integers(0, 99),
+)
+
+
+def element(kind, meta, fields):
+    made = kind(metainfo=meta)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def instances(count, dtype):
+    made = InstanceData()
+    made.boxes = torch.arange(count * 4, dtype=dtype).view(count, 4)
+    made.labels = torch.arange(count)
+    made.names = [str(index) for index in range(count)]
+    return made
+
+
+leaves = st.one_of(
+    tensors,
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3),
+    st.binary(max_size=3),
+    st.builds(lambda n: np.arange(n), st.integers(0, 3)),
+    st.builds(Boxes, tensors),
+    st.builds(instances, st.integers(0, 3), st.sampled_from([torch.float32, torch.int64])),
+    st.builds(lambda t: element(PixelData, {}, dict(seg=t)),
+              st.just(torch.ones(1, 2, 3, dtype=torch.uint8))),
+    st.builds(lambda t: element(WithProperty, dict(a=[1]), dict(boxes=t)), tensors),
+    st.builds(lambda t: element(Renamed, dict(a=[1]), dict(boxes=t)), tensors),
+    st.just(torch.eye(3).to_sparse()),
+)  # fmt: skip
+batches = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.text('abc', min_size=1, max_size=2), inner, max_size=3),
+        st.dictionaries(st.text('abc', min_size=1, max_size=2), inner, max_size=3).map(OrderedDict),
+        st.builds(
+            lambda meta, a, b: element(BaseDataElement, dict(meta=meta), dict(a=a, b=b)),
+            st.lists(st.integers(), max_size=2),
+            inner,
+            inner,
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+def steps(tensor):
+    """The strides that matter: a dimension of one element is never stepped along."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in pairs if size > 1 and tensor.numel()]
+
+
+def equal(one, other):
+    if one is other:  # what is not moved stays the same object
+        return True
+    if isinstance(one, torch.Tensor) and one.layout == torch.sparse_coo:
+        return other.layout == one.layout and torch.equal(one.to_dense(), other.to_dense())
+    if isinstance(one, torch.Tensor):
+        return toys.same(one, other) and steps(one.to(copy=True, device=CPU)) == steps(other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Boxes):
+        return equal(vars(one), vars(other))
+    if isinstance(one, BaseDataElement):
+        return (
+            set(one.all_keys()) == set(other.all_keys())
+            and toys.same(one.metainfo, other.metainfo)
+            and all(equal(value, other.get(name)) for name, value in one.items())
+            and set(vars(one)) == set(vars(other))
+        )
+    return toys.same(one, other)
+
+
+@settings(deadline=None, max_examples=300)
+@given(batches)
+def test_delivers_what_cast_data_returns(batch):
+    before = copy.deepcopy(batch)
+    expected = BaseDataPreprocessor().cast_data(batch)
+    delivered, _ = stage(batch, CPU).deliver(CPU)
+    assert equal(expected, delivered)
+    assert toys.same(before, batch)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(tensors, max_size=8))
+def test_packed_tensors_are_aligned_and_share_nothing_with_the_batch(batch):
+    delivered, _ = stage(batch, CPU).deliver(CPU)
+    for tensor, copied in zip(batch, delivered, strict=True):
+        if tensor.numel():
+            assert copied.data_ptr() % ALIGNMENT == 0
+            assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_a_tensor_that_occurs_twice_arrives_twice():
+    tensor = torch.arange(3)
+    (first, second), _ = stage([tensor, tensor], CPU).deliver(CPU)
+    first.zero_()
+    assert second.tolist() == [0, 1, 2]
+
+
+class CopiesToDevice(TorchDispatchMode):
+    """Counts copies from host memory to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = kwargs.get('device')
+        if func is torch.ops.aten._to_copy.default and target is not None:
+            self.copies += args[0].device.type == 'cpu' and torch.device(target).type != 'cpu'
+        return func(*args, **kwargs)
+
+
+def detection_batch(count=4):
+    samples = [
+        element(BaseDataElement, dict(path=str(index)), dict(
+            gt=instances(index, torch.float32), boxes=Boxes(torch.rand(index, 4)),
+            mask=torch.zeros(1, 5, 5, dtype=torch.uint8)))
+        for index in range(1, count + 1)
+    ]  # fmt: skip
+    return dict(inputs=[torch.zeros(3, 4 + i, 5, dtype=torch.uint8) for i in range(count)],
+                data_samples=samples)  # fmt: skip
+
+
+def test_one_copy_for_a_batch_whatever_it_holds():
+    batch = detection_batch()
+    meta = torch.device('meta')
+    with CopiesToDevice() as stock:
+        BaseDataPreprocessor.cast_data(moving_to(meta), batch)
+    with CopiesToDevice() as ours:
+        moved, blocks = stage(batch, meta).deliver(meta)
+    assert stock.copies == 4 + 4 * 4
+    assert ours.copies == 1
+    assert len(blocks) == 1
+    assert moved['data_samples'][1].gt.boxes.device == meta
+    assert moved['data_samples'][1].boxes.tensor.device == meta
+
+
+def moving_to(device):
+    preprocessor = BaseDataPreprocessor()
+    preprocessor._device = device
+    return preprocessor
+
+
+def test_large_pinned_tensors_go_from_where_they_lie(monkeypatch):
+    large, small = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, 'is_pinned', lambda tensor: tensor is large)
+    meta = torch.device('meta')
+    staged = stage([large, small], meta)
+    assert staged.buffer.numel() == ALIGNMENT
+    with CopiesToDevice() as count:
+        staged.deliver(meta)
+    assert count.copies == 2
+
+
+# -- the ring ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pageable(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, 'empty', lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    )
+
+
+def test_ring_reuses_a_buffer_only_after_its_copy(pageable):
+    ring = PinnedRing(2)
+    waited = []
+    first, slot = ring.take(100)
+    ring.mark(slot, lambda: waited.append('first'))
+    second, other = ring.take(100)
+    ring.mark(other, lambda: waited.append('second'))
+    assert first.data_ptr() != second.data_ptr() and not waited
+    again, slot = ring.take(100)
+    assert waited == ['first'] and again.data_ptr() == first.data_ptr()
+    ring.take(100)
+    assert waited == ['first', 'second']
+    ring.take(100)  # nobody marked the slot: the batch was dropped before its transfer
+    assert waited == ['first', 'second']
+
+
+def test_ring_is_bounded_over_many_sizes(pageable):
+    ring = PinnedRing(4)
+    sizes = torch.randint(1, 1 << 16, (10_000,), generator=torch.Generator().manual_seed(0))
+    held = []
+    for size in sizes.tolist():
+        buffer, _ = ring.take(size)
+        assert buffer.numel() == size
+        held.append(ring.nbytes)
+    assert max(held) <= 4 * (1 << 16)
+    assert len(set(held[200:])) == 1
+
+
+def test_no_pinned_memory_warns_once():
+    if torch.accelerator.is_available():
+        pytest.skip('pinned memory can be had here')
+    ring = PinnedRing(2)
+    with pytest.warns(UserWarning, match='pageable memory.*prefetch_depth') as caught:
+        for _ in range(4):
+            buffer, _ = ring.take(1 << 10)
+            ring._buffers = [None, None]
+            buffer.fill_(1)
+    assert len(caught) == 1
