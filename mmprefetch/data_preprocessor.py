@@ -138,7 +138,7 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             processes.
         """
         device = self.device
-        if device.type == 'cpu':
+        if self.compute_on_host:
             return stage(batch, device) if reused else None
         if not isinstance(self.of_split(split), BaseDataPreprocessor):
             return None  # it may want its input on the host

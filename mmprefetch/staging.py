@@ -129,7 +129,8 @@ class StagedBatch:
             tuple: The batch as ``BaseDataPreprocessor.cast_data`` returns it, and one tensor for
             each block of device memory that it lies in.
         """
-        flat = self.buffer.to(device, non_blocking=True)
+        # A buffer of a ring is going to be written again, so what is delivered never aliases it.
+        flat = self.buffer.to(device, non_blocking=True, copy=self.slot is not None)
         blocks = [flat] if flat.numel() else []
         for dtype, (start, lengths, fills) in self._packed.items():
             stop = start + sum(lengths) * dtype.itemsize

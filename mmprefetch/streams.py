@@ -134,9 +134,11 @@ class AcceleratorWork(Work[T]):
         current = self._stream.api.current_stream()
         current.wait_event(self._event)
         for tensor in used(self.value):
+            if tensor.device != self._stream.api.device:
+                continue
             # The memory belongs to the side stream's pool: without this mark it could be handed
             # out again there, while the compute stream still reads it.
-            tensor.record_stream(current)
+            self._stream.api.record_use(tensor, current)
         return self.value
 
     def done(self) -> bool:
@@ -208,6 +210,11 @@ class AcceleratorAPI:
     def use(self, stream: Any) -> Any:
         """A context in which ``stream`` is the current stream."""
         return stream if self._generic else self._module.stream(stream)
+
+    def record_use(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep a tensor's memory from being handed out again before what ``stream`` has been
+        given so far is done."""
+        tensor.record_stream(stream)
 
 
 def stream_for(device: torch.device) -> Stream:

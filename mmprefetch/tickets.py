@@ -22,14 +22,16 @@ class Result:
 
     Args:
         value (Any): The batch, moved or preprocessed.
-        blocks (list): One tensor for each block of device memory behind it.
+        blocks (list): One tensor for each block of device memory that is known to be behind it.
+        complete (bool): Whether these are all.
     """
 
     value: Any
     blocks: list[torch.Tensor]
+    complete: bool = True
 
     def then(self, function: Callable[[Any], Any]) -> Result:
-        """Go on with the value; memory that this adds is found in the new value.
+        """Go on with the value.
 
         Args:
             function (Callable): Takes the value, returns the new one.
@@ -37,19 +39,20 @@ class Result:
         Returns:
             Result: The new result. It keeps the old blocks, which the new value may still use.
         """
-        value = function(self.value)
-        known = {block.untyped_storage().data_ptr() for block in self.blocks}
-        return Result(value, self.blocks + list(_new_blocks(value, known)))
+        return Result(function(self.value), self.blocks, complete=False)
 
     def used(self) -> list[torch.Tensor]:
-        """list: The blocks that whoever takes the value is going to read."""
-        return self.blocks
+        """list: One tensor for each block of memory that whoever takes the value may read."""
+        if self.complete:
+            return self.blocks
+        known = {block.untyped_storage().data_ptr() for block in self.blocks}
+        return [*self.blocks, *_new_blocks(self.value, known)]
 
 
 def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:
     """Find one tensor for each storage below a value that is not known yet."""
     if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided and value.device.type != 'cpu':
+        if value.layout == torch.strided:
             pointer = value.untyped_storage().data_ptr()
             if pointer not in known:
                 known.add(pointer)
@@ -60,11 +63,8 @@ def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _new_blocks(item, known)
-    elif isinstance(value, BaseDataElement):
-        for item in value.values():
-            yield from _new_blocks(item, known)
-    elif hasattr(value, 'to') and hasattr(value, '__dict__'):
-        for item in vars(value).values():
+    elif isinstance(value, BaseDataElement) or hasattr(value, 'to'):
+        for item in getattr(value, '__dict__', {}).values():
             yield from _new_blocks(item, known)
 
 
