@@ -175,10 +175,12 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             else:
                 moved, blocks = batch, []
             if family is not None:
-                return Result(moved, blocks).then(lambda data: family.forward(module, data))
+                value = family.forward(module, moved)
+                return Result(value, blocks, family.made(value))
             if ambient is not None:
                 with ambient.applied():
-                    return Result(moved, blocks).then(lambda data: module(data, training))
+                    value = module(moved, training)
+                return Result(value, blocks, value)
             return Result(moved, blocks)
 
         work = stream.submit(prepare)

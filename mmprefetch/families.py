@@ -48,12 +48,26 @@ class Family:
         """
         raise NotImplementedError
 
+    def made(self, data: Any) -> Any:
+        """The part of a result that may hold memory of its own, beside what was transferred.
+
+        Args:
+            data (Any): What :meth:`forward` returned.
+
+        Returns:
+            Any: A part of it. The whole of it by default.
+        """
+        return data
+
 
 class CastFamily(Family):
     """:class:`BaseDataPreprocessor` does nothing beyond the transfer."""
 
     def forward(self, preprocessor: nn.Module, data: dict) -> dict:
         return data
+
+    def made(self, data: Any) -> Any:
+        return None
 
 
 class ImgFamily(Family):
@@ -89,6 +103,9 @@ class ImgFamily(Family):
         )
         data.setdefault('data_samples', None)
         return data
+
+    def made(self, data: Any) -> Any:
+        return data['inputs']
 
     @staticmethod
     def _takes(preprocessor: nn.Module, images: Any) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,30 +23,19 @@ class Result:
     Args:
         value (Any): The batch, moved or preprocessed.
         blocks (list): One tensor for each block of device memory that is known to be behind it.
-        complete (bool): Whether these are all.
+        made (Any): The part of the value that may hold other memory. Defaults to none.
     """
 
     value: Any
     blocks: list[torch.Tensor]
-    complete: bool = True
-
-    def then(self, function: Callable[[Any], Any]) -> Result:
-        """Go on with the value.
-
-        Args:
-            function (Callable): Takes the value, returns the new one.
-
-        Returns:
-            Result: The new result. It keeps the old blocks, which the new value may still use.
-        """
-        return Result(function(self.value), self.blocks, complete=False)
+    made: Any = None
 
     def used(self) -> list[torch.Tensor]:
         """list: One tensor for each block of memory that whoever takes the value may read."""
-        if self.complete:
+        if self.made is None:
             return self.blocks
         known = {block.untyped_storage().data_ptr() for block in self.blocks}
-        return [*self.blocks, *_new_blocks(self.value, known)]
+        return [*self.blocks, *_new_blocks(self.made, known)]
 
 
 def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:

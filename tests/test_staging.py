@@ -14,7 +14,8 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmprefetch.staging import ALIGNMENT, PinnedRing, stage
+from mmprefetch.sections import ALIGNMENT
+from mmprefetch.staging import PinnedRing, stage
 
 CPU = torch.device('cpu')
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
@@ -185,6 +186,18 @@ def test_a_tensor_that_occurs_twice_arrives_twice():
     (first, second), _ = stage([tensor, tensor], CPU).deliver(CPU)
     first.zero_()
     assert second.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize('count', [2, 6])
+def test_autograd_sees_separate_tensors(count):
+    first, second, *_ = stage([torch.ones(3) for _ in range(count)], CPU).deliver(CPU)[0]
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * first).sum()
+    second.add_(1)
+    loss.backward()
+    assert first._version == 0 and second._version == 1
+    second.mul_(weight)
+    assert second.requires_grad and not first.requires_grad
 
 
 class CopiesToDevice(TorchDispatchMode):
