@@ -25,6 +25,7 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 def small_blocks(monkeypatch):
     """Small blocks, so that small images take every path: groups, single images, rows."""
     monkeypatch.setattr(cpu, '_BLOCK', 64)
+    monkeypatch.setattr(cpu, '_SMALL', 32)
 
 
 def pixels(shape, dtype, seed=0):

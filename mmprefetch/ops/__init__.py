@@ -1,0 +1,95 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The fused pass: channel order, float, mean/std, padding and batching of images in one pass.
+
+One function, :func:`normalize_batch`, with three implementations behind it, chosen by where the
+images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` and ``triton``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from .checks import check_constants, plan_batch, reversal, warn_if_unscaled
+from .cpu import normalize as _cpu
+from .reference import normalize as _reference
+
+__all__ = ['check_constants', 'normalize_batch', 'reversal', 'warn_if_unscaled']
+
+
+def normalize_batch(
+    images: Tensor | Sequence[Tensor],
+    mean: Tensor | None = None,
+    std: Tensor | None = None,
+    *,
+    channel_order: Sequence[int] | None = None,
+    size_divisor: int = 1,
+    size: tuple[int, int] | None = None,
+    pad_value: float = 0,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    return_mask: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Turn a batch of raw images into one normalised, padded batch tensor.
+
+    The float32 result is equal to the bit to mmengine's ``(x.float() - mean) / std`` followed by
+    ``stack_batch``. Nothing here makes the host wait for an accelerator, and no index tensor is
+    made on the host.
+
+    Args:
+        images: Non-empty sequence of (C, H_i, W_i) tensors of any sizes, contiguous or not, or
+            one (N, C, H, W) tensor; video: (C, T_i, H_i, W_i) items or one (N, C, T, H, W)
+            tensor. Any dtype that ``Tensor.float`` takes, the same for all.
+        mean: Values to subtract, in the order of the output's channels: shape (C,), (1,) or
+            (C, 1, 1) for the whole batch, or (N, C) for each sample its own; on the images'
+            device. None, together with ``std``, for no normalisation.
+        std: Values to divide by, shaped like ``mean``.
+        channel_order: Output channel ``c`` is input channel ``channel_order[c]``; a permutation
+            of ``range(C)``. None keeps the order. See :func:`reversal`.
+        size_divisor: The padded size is the batch's largest, rounded up to a multiple of it. As
+            in ``stack_batch``, T of a sequence of videos is rounded up, too.
+        size: Padded (H, W) instead; an image that is larger keeps its size.
+        pad_value: Written right of and below each image, after normalisation.
+        dtype: torch.float32, or torch.float16 / torch.bfloat16: the float32 result rounded once.
+        memory_format: torch.contiguous_format or torch.channels_last (video:
+            torch.channels_last_3d).
+        return_mask: Whether to return the padding mask as well.
+        out: Tensor to be written and returned, of the result's shape, dtype and device; it must
+            not overlap the images. Its strides are kept, ``memory_format`` is not looked at.
+
+    Returns:
+        The (N, C, H, W) or (N, C, T, H, W) batch. With ``return_mask`` a pair: the batch and a
+        bool (N, H, W) tensor, True where padded.
+
+    Raises:
+        ValueError: If a value does not fit the images; names the sample, the key, the value
+            found and what to write instead.
+    """
+    plan = plan_batch(
+        images, mean, std, channel_order, size_divisor, size, pad_value, dtype, memory_format, out
+    )
+    batch, mask = _implementation(plan.images)(plan, return_mask)
+    return (batch, mask) if return_mask else batch
+
+
+def _implementation(images: Tensor | Sequence[Tensor]) -> Callable:
+    """The function that is to do a batch: (plan, return_mask) -> (batch, mask or None)."""
+    first = images[0]
+    if first.dtype.is_floating_point and any(image.requires_grad for image in images):
+        return _reference
+    if first.device.type == 'cpu':
+        return _cpu
+    if first.device.type == 'cuda' and _has_triton():
+        from . import triton
+
+        if triton.usable(first.device):
+            return triton.normalize
+    return _reference
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec('triton') is not None

@@ -1,0 +1,319 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""What a batch must be like before the fused pass, and the plan made of it."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_dtype, _device, _shape = attrgetter('dtype'), attrgetter('device'), attrgetter('shape')
+
+
+class Plan(NamedTuple):
+    """A checked batch, as every implementation of the fused pass takes it.
+
+    Attributes:
+        images: The images as given.
+        shapes: (C, H, W) or (C, T, H, W) of each.
+        mean: float32, (1, C) for the whole batch or (N, C) for each sample; None: don't normalise.
+        std: Of the same shape.
+        order: Input channel of each output channel; None: as they are.
+        pad_value: Value of the padding.
+        shape: Shape of the result.
+        padded: Whether any sample is smaller than the result.
+        uniform: Whether all samples are of one size.
+        dtype: dtype of the result.
+        memory_format: Layout of the result where ``out`` is None.
+        out: The caller's result tensor, or None.
+    """
+
+    images: Tensor | Sequence[Tensor]
+    shapes: list[torch.Size]
+    mean: Tensor | None
+    std: Tensor | None
+    order: tuple[int, ...] | None
+    pad_value: float
+    shape: tuple[int, ...]
+    padded: bool
+    uniform: bool
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+    out: Tensor | None
+
+
+def reversal(channels: int) -> tuple[int, ...] | None:
+    """Channel order that swaps BGR and RGB.
+
+    Args:
+        channels: Number of channels of the images.
+
+    Returns:
+        The order that swaps channels 0 and 2 and keeps every other; None below 3 channels.
+    """
+    return (2, 1, 0, *range(3, channels)) if channels >= 3 else None
+
+
+def check_constants(
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    channels: int | None = None,
+    where: str = 'data_preprocessor',
+) -> None:
+    """Check mean and std while they are still plain numbers, when a preprocessor is built.
+
+    On an accelerator the fused pass cannot look at their values without a sync, so that this is
+    the place where a zero is found.
+
+    Args:
+        mean: Values to subtract, one for each channel or one for all.
+        std: Values to divide by.
+        channels: Number of channels of the images where it is known.
+        where: The config that the values come from, for the error.
+
+    Raises:
+        ValueError: If only one of the two is given, their numbers differ (1 goes with any), a
+            value is not finite, a std is zero, or they do not fit the channels.
+    """
+    if mean is None and std is None:
+        return
+    for key, values, other in (('mean', mean, 'std'), ('std', std, 'mean')):
+        if values is None:
+            raise ValueError(
+                f'{where}: {other} is given but {key} is None; write both, or neither for images '
+                'that are not to be normalised'
+            )
+        for channel, value in enumerate(values):
+            if not math.isfinite(value):
+                raise ValueError(f'{where}: {key}[{channel}] is {value}; write a finite number')
+            if key == 'std' and torch.tensor(value, dtype=torch.float32) == 0:
+                raise ValueError(
+                    f'{where}: std[{channel}] is {value}; write 1 for a channel that is not to '
+                    'be scaled'
+                )
+        if len(values) < 1 or (channels is not None and len(values) not in (1, channels)):
+            wanted = 'at least 1 value' if channels is None else f'1 or {channels} values'
+            images = '' if channels is None else f' for images of {channels} channels'
+            raise ValueError(f'{where}: {key} has {len(values)} values{images}; write {wanted}')
+    if len(mean) != len(std) and 1 not in (len(mean), len(std)):
+        raise ValueError(
+            f'{where}: mean has {len(mean)} values and std has {len(std)}; write one of each for '
+            'each channel, or one for all'
+        )
+
+
+def warn_if_unscaled(
+    mean: Sequence[float] | None, dtype: torch.dtype, where: str = 'data_preprocessor'
+) -> bool:
+    """Warn of a mean in 0..1 beside images whose values are integers.
+
+    Args:
+        mean: Values to subtract, as plain numbers.
+        dtype: dtype of the images.
+        where: The config that the values come from, for the warning.
+
+    Returns:
+        Whether it warned.
+    """
+    if mean is None or dtype.is_floating_point or not any(mean):
+        return False
+    if not all(0 <= value <= 1 for value in mean):
+        return False
+    warnings.warn(
+        f'{where}: mean {list(mean)} lies in 0..1 but the images are {dtype}; write mean and std '
+        'in the units of the images (for uint8, times 255)',
+        stacklevel=2,
+    )
+    return True
+
+
+def plan_batch(
+    images: Tensor | Sequence[Tensor],
+    mean: Tensor | None,
+    std: Tensor | None,
+    channel_order: Sequence[int] | None,
+    size_divisor: int,
+    size: tuple[int, int] | None,
+    pad_value: float,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    out: Tensor | None,
+) -> Plan:
+    """Check the arguments of :func:`mmprefetch.ops.normalize_batch` and bring them into one form.
+
+    Raises:
+        ValueError: See :func:`mmprefetch.ops.normalize_batch`.
+    """
+    if isinstance(images, Tensor):
+        if images.dim() not in (4, 5) or not images.shape[0]:
+            raise ValueError(
+                f'images: a tensor of shape {tuple(images.shape)}; write a non-empty '
+                '(N, C, H, W) or (N, C, T, H, W) tensor'
+            )
+        first = images
+        shapes = [images.shape[1:]] * images.shape[0]
+        distinct = {shapes[0]}
+    else:
+        if not len(images):
+            raise ValueError('images: an empty sequence; write at least one (C, H, W) tensor')
+        first = images[0]
+        shapes = list(map(_shape, images))
+        distinct = set(shapes)
+        _check_alike(images, shapes, distinct)
+    if any(0 in shape for shape in distinct):
+        index = next(i for i, shape in enumerate(shapes) if 0 in shape)
+        raise ValueError(
+            f'images: sample {index} has shape {tuple(shapes[index])}, which has no pixels; '
+            'leave out empty images in the dataset'
+        )
+    count, channels = len(shapes), shapes[0][0]
+    order = _order(channel_order, channels)
+    if (mean is None) != (std is None):
+        given, missing = ('std', 'mean') if mean is None else ('mean', 'std')
+        raise ValueError(f'{missing}: None beside a {given}; write both or neither')
+    if mean is not None:
+        mean = _per_channel('mean', mean, count, channels, first.device)
+        std = _per_channel('std', std, count, channels, first.device)
+        if mean.shape != std.shape:
+            mean, std = torch.broadcast_tensors(mean, std)
+    extent = _extent(shapes, distinct, size_divisor, size, isinstance(images, Tensor))
+    shape = (count, channels, *extent)
+    padded = any(item[1:] != extent for item in distinct)
+    uniform = len(distinct) == 1
+    if dtype not in _DTYPES:
+        raise ValueError(f'dtype: {dtype}; write one of {", ".join(map(str, _DTYPES))}')
+    formats = (torch.contiguous_format, torch.channels_last)
+    if len(shape) == 5:
+        formats = (torch.contiguous_format, torch.channels_last_3d)
+    if memory_format not in formats:
+        raise ValueError(f'memory_format: {memory_format}; write {formats[0]} or {formats[1]}')
+    if out is not None and (tuple(out.shape), out.dtype, out.device) != (
+        shape,
+        dtype,
+        first.device,
+    ):
+        raise ValueError(
+            f'out: a {out.dtype} tensor of shape {tuple(out.shape)} on {out.device}; write a '
+            f'{dtype} tensor of shape {shape} on {first.device}'
+        )
+    return Plan(
+        images=images,
+        shapes=shapes,
+        mean=mean,
+        std=std,
+        order=order,
+        pad_value=pad_value,
+        shape=shape,
+        padded=padded,
+        uniform=uniform,
+        dtype=dtype,
+        memory_format=memory_format,
+        out=out,
+    )
+
+
+def _check_alike(
+    images: Sequence[Tensor], shapes: list[torch.Size], distinct: set[torch.Size]
+) -> None:
+    """Check that all items have one dtype, device, number of dimensions and of channels."""
+    if len(shapes[0]) not in (3, 4):
+        raise ValueError(
+            f'images: sample 0 has shape {tuple(shapes[0])}; write (C, H, W) or (C, T, H, W)'
+        )
+    columns = {'dtype': list(map(_dtype, images)), 'device': list(map(_device, images))}
+    if len(distinct) > 1:
+        columns['number of dimensions'] = list(map(len, shapes))
+        columns['number of channels'] = [shape[0] for shape in shapes]
+    for key, values in columns.items():
+        # A batch is nearly always alike: one comparison in C, and the search only for the error.
+        if values.count(values[0]) != len(values):
+            index = next(i for i, value in enumerate(values) if value != values[0])
+            raise ValueError(
+                f'images: sample {index} has {key} {values[index]} but sample 0 has {values[0]} '
+                f'(shapes {tuple(shapes[index])} and {tuple(shapes[0])}); bring all images of a '
+                f"batch to one {key} in the dataset's pipeline"
+            )
+
+
+def _order(channel_order: Sequence[int] | None, channels: int) -> tuple[int, ...] | None:
+    if channel_order is None:
+        return None
+    order, identity = tuple(channel_order), tuple(range(channels))
+    if tuple(sorted(order)) != identity:
+        raise ValueError(
+            f'channel_order: {order} for images of {channels} channels; write each of '
+            f'{identity} once'
+        )
+    return None if order == identity else order
+
+
+def _per_channel(
+    key: str, values: Tensor, count: int, channels: int, device: torch.device
+) -> Tensor:
+    """Bring mean or std to float32 of shape (1, C) or (N, C); a view wherever possible."""
+    if values.device != device:
+        raise ValueError(
+            f'{key}: on {values.device} but the images are on {device}; move the constants once, '
+            'when the preprocessor is moved'
+        )
+    shape = values.shape
+    if len(shape) == 1 or (len(shape) == 3 and shape[1:].numel() == 1):
+        rows = None
+    elif len(shape) == 2 or (len(shape) > 3 and shape[2:].numel() == 1):
+        rows = shape[0]
+    else:
+        raise ValueError(
+            f'{key}: shape {tuple(shape)}; write (C,) or (C, 1, 1) for the whole batch or (N, C) '
+            'for each sample'
+        )
+    if rows not in (None, count) and not (rows == 1 and len(shape) > 3):
+        raise ValueError(
+            f'{key}: values for {rows} samples but the batch has {count}; write ({count}, '
+            f'{channels}) values, or ({channels},) for the whole batch'
+        )
+    given = shape[0] if rows is None else shape[1]
+    if given not in (1, channels):
+        raise ValueError(
+            f'{key}: {given} values for images of {channels} channels (sample 0); write 1 or '
+            f'{channels} values'
+        )
+    return values.reshape(rows or 1, given).float().expand(rows or 1, channels)
+
+
+def _extent(
+    shapes: list[torch.Size],
+    distinct: set[torch.Size],
+    divisor: int,
+    size: tuple[int, int] | None,
+    stacked: bool,
+) -> tuple[int, ...]:
+    """Size of the result without N and C: (H, W) or (T, H, W)."""
+    if divisor != int(divisor) or divisor < 1:
+        raise ValueError(f'size_divisor: {divisor}; write a whole number of at least 1')
+    divisor = int(divisor)
+    largest = tuple(map(max, zip(*(shape[1:] for shape in distinct), strict=True)))
+    if size is None:
+        rounded = tuple(-(-extent // divisor) * divisor for extent in largest)
+        # A tensor of videos is padded in H and W alone, a sequence of them in T, too: mmengine's
+        # `stack_batch` takes every dimension but the first as spatial.
+        return largest[:-2] + rounded[-2:] if stacked else rounded
+    if divisor != 1:
+        raise ValueError(
+            f'size and size_divisor: {tuple(size)} and {divisor}; write one of the two'
+        )
+    target = (*largest[:-2], max(size[0], largest[-2]), max(size[1], largest[-1]))
+    if len(distinct) > 1:
+        for index, shape in enumerate(shapes):
+            own = (max(size[0], shape[-2]), max(size[1], shape[-1]))
+            if own != target[-2:]:
+                over = next(i for i, s in enumerate(shapes) if s[-2] > size[0] or s[-1] > size[1])
+                raise ValueError(
+                    f'size: {tuple(size)} but sample {over} is {tuple(shapes[over][-2:])} and '
+                    f'sample {index} is {tuple(shape[-2:])}; write a size that holds every '
+                    'image, or a size_divisor'
+                )
+    return target

@@ -1,0 +1,28 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Test a model by its config and a checkpoint."""
+
+import argparse
+
+from launch import add_common_args, init_cpu_group, load_config
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_common_args(parser)
+    parser.add_argument('checkpoint', help='path of the checkpoint')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    cfg = load_config(args)
+    cfg.load_from = args.checkpoint
+    init_cpu_group(cfg)
+    runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+    runner.test()
+
+
+if __name__ == '__main__':
+    main()
