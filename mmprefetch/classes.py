@@ -49,6 +49,21 @@ def find_class(registry: Registry, type_: Any, scope: str | None = None) -> Any 
             return None
 
 
+def preprocessor_names(registry: Registry, scope: str | None = None) -> list[str]:
+    """List the registered names that belong to data preprocessors.
+
+    Args:
+        registry (Registry): The root registry to search, under the current default scope.
+        scope (str, optional): The scope to search as well.
+
+    Returns:
+        list[str]: The names, sorted.
+    """
+    with registry.switch_scope_and_registry(scope) as scoped:
+        names = {*registry.module_dict, *scoped.module_dict}
+    return sorted(name for name in names if 'preprocessor' in name.lower())
+
+
 def valid_fields(cls: Callable) -> list[str]:
     """Name the fields of a class's constructor, following ``**kwargs`` up its bases.
 

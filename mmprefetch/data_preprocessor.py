@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from .binding import FieldSource, resolve
-from .classes import find_class, nearest
+from .classes import find_class, nearest, preprocessor_names
 from .families import family_of
 from .staging import StagedBatch, stage
 from .tickets import Result, Runtime, Ticket
@@ -324,9 +324,7 @@ def find_wrapped(name: Any, scope: str | None = None) -> type[nn.Module]:
     """
     cls = find_class(MODELS, name, scope)
     if cls is None:
-        with MODELS.switch_scope_and_registry(scope) as registry:
-            names = {*MODELS.module_dict, *registry.module_dict}
-        known = sorted(known for known in names if 'preprocessor' in known.lower())
+        known = preprocessor_names(MODELS, scope)
         raise ValueError(
             f"model.data_preprocessor.wraps='{name}' is not a registered preprocessor"
             f'{nearest(name, known)}. Registered are: {", ".join(known)}. If it belongs to a '

@@ -19,7 +19,7 @@ from .binding import (
     reverses_channels,
     split_dataloader,
 )
-from .classes import find_class, nearest
+from .classes import find_class, nearest, preprocessor_names
 from .config import (
     dropped_top_level_fields,
     is_prefetch_loop,
@@ -168,8 +168,7 @@ def _preprocessor(cfg: Config) -> tuple[type, list]:
         )
     cls = find_class(MODELS, type_, scope)
     if cls is None:
-        with MODELS.switch_scope_and_registry(scope) as registry:
-            hint = nearest(type_, {**MODELS.module_dict, **registry.module_dict})
+        hint = nearest(type_, preprocessor_names(MODELS, scope))
         where = sources[-1].key if sources else 'model'
         raise ValueError(
             f'{where}: no preprocessor {type_!r} is registered{hint}; install the package that '
