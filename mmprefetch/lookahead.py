@@ -34,6 +34,9 @@ class Preprocessor(Protocol):
     def discard(self, batch: Any) -> bool:
         """Drop the work begun on a batch, if it was not asked for; whether there was any."""
 
+    def close(self) -> None:
+        """Give threads back. It may be used again."""
+
     @property
     def compute_on_host(self) -> bool:
         """Whether the model's step runs on the calling thread."""
@@ -121,10 +124,12 @@ class LookAheadLoader:
             current.fill()
 
     def close(self) -> None:
-        """End the look-ahead: its thread, its workers, and begun work that nobody asked for."""
+        """End the look-ahead: its threads, its workers, and work that nobody asked for."""
         current = self._current()
         if current is not None:
             current.close()
+        if self._preprocessor is not None:
+            self._preprocessor.close()
 
     def __reduce__(self) -> tuple:
         return (_plain, (self._dataloader,))

@@ -63,6 +63,9 @@ class Recording:
             return True
         return False
 
+    def close(self):
+        self.closed = True
+
     def model(self, batch):
         if self.redeem:
             assert self.discard(batch)
