@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass
 class Loaded:
@@ -64,6 +66,7 @@ class LoaderThread:
         self._iterator = iterator
         self._stage = stage
         self._limit = limit
+        self._device_index = _current_device_index()
         self._room = threading.Semaphore(depth)
         self._ready: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -71,6 +74,9 @@ class LoaderThread:
         self._thread.start()
 
     def _run(self) -> None:
+        if self._device_index is not None:
+            # A new thread is on device 0, and pinning memory there would take up memory of it.
+            torch.accelerator.set_device_index(self._device_index)
         loaded = 0
         while loaded != self._limit:
             self._room.acquire()
@@ -116,6 +122,12 @@ class LoaderThread:
             # to stop and drops the error.
             results.put((-1, None))
             self._thread.join(timeout=2.0)
+
+
+def _current_device_index() -> int | None:
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_device_index()
 
 
 def told_by_workers(error: BaseException, iterator: Any) -> BaseException:

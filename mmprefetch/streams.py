@@ -134,7 +134,7 @@ class AcceleratorWork(Work[T]):
         current = self._stream.api.current_stream()
         current.wait_event(self._event)
         for tensor in used(self.value):
-            if tensor.device != self._stream.api.device:
+            if tensor.device.type != self._stream.api.device.type:
                 continue
             # The memory belongs to the side stream's pool: without this mark it could be handed
             # out again there, while the compute stream still reads it.

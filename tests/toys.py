@@ -184,7 +184,8 @@ def prefetching(cfg, depth=2, **loop):
     from mmengine.config import Config
 
     cfg = enable_prefetch(Config(copy.deepcopy(cfg)), prefetch_depth=depth)
-    cfg.train_cfg.update(loop)
+    if loop:
+        cfg.train_cfg.update(loop)
     cfg.experiment_name = f'toy-{next(_names)}'
     return cfg
 
