@@ -24,7 +24,7 @@ def normalize_batch(
     mean: Tensor | None = None,
     std: Tensor | None = None,
     *,
-    channel_order: Sequence[int] | None = None,
+    channel_order: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
     size_divisor: int = 1,
     size: tuple[int, int] | None = None,
     pad_value: float = 0,
@@ -48,7 +48,8 @@ def normalize_batch(
             device. None, together with ``std``, for no normalisation.
         std: Values to divide by, shaped like ``mean``.
         channel_order: Output channel ``c`` is input channel ``channel_order[c]``; a permutation
-            of ``range(C)``. None keeps the order. See :func:`reversal`.
+            of ``range(C)``. None keeps the order. Or N of these, for each sample its own. See
+            :func:`reversal`.
         size_divisor: The padded size is the batch's largest, rounded up to a multiple of it. As
             in ``stack_batch``, T of a sequence of videos is rounded up, too.
         size: Padded (H, W) instead; an image that is larger keeps its size.

@@ -22,7 +22,8 @@ class Plan(NamedTuple):
         shapes: (C, H, W) or (C, T, H, W) of each.
         mean: float32, (1, C) for the whole batch or (N, C) for each sample; None: don't normalise.
         std: Of the same shape.
-        order: Input channel of each output channel; None: as they are.
+        order: Input channel of each output channel; None: as they are, or ``orders`` says.
+        orders: The same for each sample, where samples differ; else None.
         pad_value: Value of the padding.
         shape: Shape of the result.
         padded: Whether any sample is smaller than the result.
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     mean: Tensor | None
     std: Tensor | None
     order: tuple[int, ...] | None
+    orders: list[tuple[int, ...]] | None
     pad_value: float
     shape: tuple[int, ...]
     padded: bool
@@ -135,7 +137,7 @@ def plan_batch(
     images: Tensor | Sequence[Tensor],
     mean: Tensor | None,
     std: Tensor | None,
-    channel_order: Sequence[int] | None,
+    channel_order: Sequence[int] | Sequence[Sequence[int] | None] | None,
     size_divisor: int,
     size: tuple[int, int] | None,
     pad_value: float,
@@ -171,7 +173,7 @@ def plan_batch(
             'leave out empty images in the dataset'
         )
     count, channels = len(shapes), shapes[0][0]
-    order = _order(channel_order, channels)
+    order, orders = _orders(channel_order, count, channels)
     if (mean is None) != (std is None):
         given, missing = ('std', 'mean') if mean is None else ('mean', 'std')
         raise ValueError(f'{missing}: None beside a {given}; write both or neither')
@@ -206,6 +208,7 @@ def plan_batch(
         mean=mean,
         std=std,
         order=order,
+        orders=orders,
         pad_value=pad_value,
         shape=shape,
         padded=padded,
@@ -237,6 +240,24 @@ def _check_alike(
                 f'(shapes {tuple(shapes[index])} and {tuple(shapes[0])}); bring all images of a '
                 f"batch to one {key} in the dataset's pipeline"
             )
+
+
+def _orders(
+    channel_order: Sequence[int] | Sequence[Sequence[int] | None] | None, count: int, channels: int
+) -> tuple[tuple[int, ...] | None, list[tuple[int, ...]] | None]:
+    """The order of the whole batch, or those of the samples where they differ."""
+    if channel_order is None or all(isinstance(channel, int) for channel in channel_order):
+        return _order(channel_order, channels), None
+    if len(channel_order) != count:
+        raise ValueError(
+            f'channel_order: orders for {len(channel_order)} samples but the batch has {count}; '
+            f'write {count} of them, or one for the whole batch'
+        )
+    orders = [_order(order, channels) for order in channel_order]
+    if all(order == orders[0] for order in orders):
+        return orders[0], None
+    identity = tuple(range(channels))
+    return None, [order or identity for order in orders]
 
 
 def _order(channel_order: Sequence[int] | None, channels: int) -> tuple[int, ...] | None:

@@ -62,7 +62,9 @@ def _fill_frame(plan: Plan, frame: int, out: Tensor) -> None:
         if frame < video.shape[1]:
             image = video[:, frame]
             one = plan._replace(
-                mean=_rows(plan.mean, index, index + 1), std=_rows(plan.std, index, index + 1)
+                mean=_rows(plan.mean, index, index + 1),
+                std=_rows(plan.std, index, index + 1),
+                orders=plan.orders and plan.orders[index : index + 1],
             )
             _fill(one, [image], [image.shape], out[index : index + 1])
         else:
@@ -77,7 +79,9 @@ def _fill(
     scratch = _Scratch(plan)
     full = tuple(out.shape[-2:])
     constants = None
-    for start, stop in _groups(shapes, plan.uniform, isinstance(images, Tensor)):
+    for start, stop in _groups(shapes, plan, isinstance(images, Tensor)):
+        if plan.orders is not None:
+            order = plan.orders[start]
         height, width = shapes[start][-2:]
         target = out[start:stop]
         if plan.padded and (height, width) != full:
@@ -117,8 +121,8 @@ def _normalize(pixels: Tensor, mean: Tensor, std: Tensor, scratch: Tensor, out: 
         out.copy_(scratch.div_(std))
 
 
-def _groups(shapes: Sequence[tuple], uniform: bool, stacked: bool) -> Iterator[tuple[int, int]]:
-    """Runs of neighbours of one size that are worked on together, as (start, stop)."""
+def _groups(shapes: Sequence[tuple], plan: Plan, stacked: bool) -> Iterator[tuple[int, int]]:
+    """Runs of neighbours of one size and order that are done together, as (start, stop)."""
     small = _SMALL * torch.get_num_threads()
     start = 0
     while start < len(shapes):
@@ -126,8 +130,12 @@ def _groups(shapes: Sequence[tuple], uniform: bool, stacked: bool) -> Iterator[t
         size = shape[-2] * shape[-1]
         most = _BLOCK // size if stacked or size < small else 1
         limit = min(start + max(most, 1), len(shapes))
-        stop = limit if uniform else start + 1
-        while stop < limit and shapes[stop] == shape:
+        stop = limit if plan.uniform and plan.orders is None else start + 1
+        while (
+            stop < limit
+            and shapes[stop] == shape
+            and (plan.orders is None or plan.orders[stop] == plan.orders[start])
+        ):
             stop += 1
         yield start, stop
         start = stop

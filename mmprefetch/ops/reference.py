@@ -26,10 +26,11 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
     if plan.padded:
         out.fill_(plan.pad_value)
     for index, image in enumerate(plan.images):
-        if plan.order is not None:
+        order = plan.order if plan.orders is None else plan.orders[index]
+        if order is not None:
             # Slices instead of a list of indices: indexing with a list makes a tensor of it on
             # the host and copies that to the device, for which the host waits.
-            image = torch.cat([image[channel : channel + 1] for channel in plan.order])
+            image = torch.cat([image[channel : channel + 1] for channel in order])
         image = image.float()
         if plan.mean is not None:
             row = index if plan.mean.shape[0] > 1 else 0

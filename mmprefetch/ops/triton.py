@@ -29,7 +29,7 @@ _SCALARS = (
     *('image_n', 'image_frames', 'image_height', 'image_width'),
     *('image_c', 'image_t', 'image_h', 'image_w'),
     *('out_n', 'out_c', 'out_t', 'out_h', 'out_w', 'mean_n', 'mean_c', 'std_n', 'std_c'),
-    *('pad_value', 'channels', 'frames', 'height', 'width'),
+    *('pad_value', 'order_n', 'channels', 'frames', 'height', 'width'),
 )
 
 
@@ -90,7 +90,7 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
     height, width = plan.shape[-2:]
     orders = (None, reversal(plan.shape[1]))
     # One tensor, in one of the usual orders, is described by plain arguments, without a table.
-    stacked = isinstance(plan.images, Tensor) and plan.order in orders
+    stacked = isinstance(plan.images, Tensor) and plan.orders is None and plan.order in orders
     # Every image is found by its distance from the first, whichever memory it is in.
     table = first if stacked else _table(plan, first)
     grid = (triton.cdiv(frames * height * width, _BLOCK), plan.shape[0])
@@ -111,6 +111,7 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             0 if std.shape[0] == 1 else std.stride(0),
             std.stride(1),
             float(plan.pad_value),
+            0 if plan.orders is None else plan.shape[1],
             plan.shape[1],
             frames,
             height,
@@ -138,12 +139,14 @@ def _strides(image: Tensor) -> tuple[int, ...]:
 
 
 def _table(plan: Plan, first: Tensor) -> Tensor:
-    """The channel order, then offset and layout of each image, on the images' device."""
+    """Offset and layout of each image, then the channel order or orders, on their device."""
     start = first.data_ptr()
-    values = list(plan.order or range(plan.shape[1]))
+    values = []
     for image in plan.images:
         values.append((image.data_ptr() - start) // image.itemsize)
         values.extend(_layout(image))
+    for order in plan.orders or [plan.order or range(plan.shape[1])]:
+        values.extend(order)
     table = torch.tensor(values, dtype=torch.int64)
     if first.device.type == 'cpu':
         return table
@@ -179,6 +182,7 @@ def _kernel(
     std_n,
     std_c,
     pad_value,
+    order_n,
     channels,
     frames,
     height,
@@ -200,7 +204,8 @@ def _kernel(
     if STACKED:
         source = origin + sample * image_n
     else:
-        entry = table + channels + sample * COLUMNS
+        entry = table + sample * COLUMNS
+        order = table + tl.num_programs(1) * COLUMNS + sample * order_n
         source = origin + tl.load(entry)
         image_frames = tl.load(entry + 1)
         image_height = tl.load(entry + 2)
@@ -222,7 +227,7 @@ def _kernel(
         if REVERSED:
             origin_channel = tl.where(origin_channel < 3, 2 - origin_channel, origin_channel)
         if not STACKED:
-            origin_channel = tl.load(table + channel)
+            origin_channel = tl.load(order + channel)
         value = tl.load(source + origin_channel * image_c, mask=shown & written, other=0)
         value = value.to(tl.float32)
         if NORMALIZE:

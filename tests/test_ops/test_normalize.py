@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mmengine.model import ImgDataPreprocessor
 from mmengine.model.utils import stack_batch
 
+from mmprefetch import ops
 from mmprefetch.ops import cpu, normalize_batch, reversal
 from mmprefetch.ops.checks import plan_batch
 from mmprefetch.ops.reference import normalize as reference
@@ -308,3 +309,25 @@ def test_same_values_from_threads_under_any_mode():
         thread.join()
     assert not errors
     assert len(kept) == 15 and all(torch.equal(batch, expected) for batch in kept)
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+@pytest.mark.parametrize('implementation', [ops._cpu, ops._reference])
+def test_each_sample_in_its_own_order(monkeypatch, implementation, stacked):
+    monkeypatch.setattr(ops, '_implementation', lambda images: implementation)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 5, 4), dtype=torch.uint8, generator=generator)
+    orders = [None, (2, 1, 0), (2, 1, 0), (1, 0, 2), None, (0, 1, 2)]
+    mean = torch.rand(6, 3, generator=generator)
+    std = mean + 1
+    given = images if stacked else list(images)
+    batch = normalize_batch(given, mean, std, channel_order=orders)
+    for index, order in enumerate(orders):
+        one = normalize_batch(images[index : index + 1], mean[index], std[index],
+                              channel_order=order)  # fmt: skip
+        assert torch.equal(batch[index], one[0])
+
+
+def test_number_of_orders():
+    with pytest.raises(ValueError, match=r'channel_order: orders for 2 samples.* has 3'):
+        normalize_batch(torch.zeros(3, 3, 2, 2), channel_order=[None, (2, 1, 0)])

@@ -51,6 +51,10 @@ def cases():
     own = noise(2, 4), noise(2, 4) + 1
     for dtype in (torch.float16, torch.bfloat16):
         yield f'to {dtype}', (images, *own, (3, 1, 0, 2), 1, None, 0, dtype)
+    orders = [(2, 1, 0), None]
+    pair = [noise(3, *s) for s in SIZES]
+    yield 'own orders', (pair, mean, std, orders, 4, None, 1, torch.float32)
+    yield 'own orders stacked', (noise(2, 3, 6, 5), mean, std, orders, 1, None, 0, torch.float32)
     yield 'not normalised', (images, None, None, (3, 1, 0, 2), 1, (9, 11), 114, torch.float32)
     strided = [images[0].mT, images[1].movedim(0, -1).contiguous().movedim(-1, 0)]
     yield 'not contiguous', (strided, *own, None, 1, None, 0, torch.float32)
