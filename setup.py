@@ -43,6 +43,7 @@ setup(
     extras_require={
         'mim': read_requirements('mminstall'),
         'demo': read_requirements('demo'),
+        'deploy': read_requirements('deploy'),
         'tests': read_requirements('tests'),
     },
     zip_safe=False,

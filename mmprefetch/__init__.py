@@ -20,6 +20,7 @@ from .loops import (
     PrefetchTestLoop,
     PrefetchValLoop,
 )
+from .restore import load_preprocessor
 from .version import __version__
 
 allow_checkpoint_types()
@@ -34,4 +35,5 @@ __all__ = [
     'PrefetchValLoop',
     '__version__',
     'enable_prefetch',
+    'load_preprocessor',
 ]

@@ -119,6 +119,9 @@ def merge_parts(
     """
     if not parts:
         return resolve(split, cls, model_sources), []
+    for part in parts:
+        for source in part.sources:
+            _check_named(source, cls)
     bindings = [
         replace(resolve(split, cls, [*model_sources, *part.sources]), part=part.path)
         for part in parts
@@ -237,6 +240,19 @@ def _translate(source: FieldSource, cls: Callable) -> dict:
                     f'{nearest(name, names)}; valid fields: {", ".join(names)}'
                 )
     return own
+
+
+def _check_named(source: FieldSource, cls: Callable) -> None:
+    """A dataset gives fields of the model's preprocessor; it does not choose the preprocessor."""
+    own = getattr(cls, '__name__', str(cls))
+    for key in ('type', 'wraps'):
+        named = source.fields.get(key)
+        name = getattr(named, '__name__', str(named)).rpartition('.')[2]
+        if named is not None and name not in (own, 'PrefetchDataPreprocessor'):
+            raise ValueError(
+                f'{source.key}: {key}={named!r}, but the model preprocesses with {own}; leave '
+                f'{key} out, and name the class in model.data_preprocessor'
+            )
 
 
 def _disagreement(source: FieldSource, one: str, other: str) -> ValueError:

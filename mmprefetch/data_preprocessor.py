@@ -6,15 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mmengine.model import BaseDataPreprocessor
+from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
 from .binding import FieldSource, resolve
 from .classes import find_class, nearest, preprocessor_names
-from .families import family_of
-from .staging import StagedBatch, stage
-from .tickets import Result, Runtime, Ticket
+from .families import announce, cast, family_of
+from .staging import stage
+from .tickets import Result, Runtime, Staged, Ticket
+from .watch import Watch
 
 _TABLES = ('_parameters', '_buffers', '_non_persistent_buffers_set', '_modules')
 
@@ -80,6 +81,8 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         self._of_split: dict[str, nn.Module] = {}
         self._runtime = Runtime()
         self._wrap(wrapped)
+        if not prefetch_safe:
+            announce(wrapped)
 
     def _wrap(self, module: nn.Module) -> None:
         # In a dict, since a module held as an attribute would be registered as a submodule.
@@ -92,6 +95,14 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
     def wrapped(self) -> nn.Module:
         """nn.Module: The wrapped preprocessor, as the model's config describes it."""
         return self._wrapped['module']
+
+    def _split_now(self, training: bool) -> str | None:
+        """The split that a batch belongs to which nobody began. Outside of any loop, for example
+        when a trained model is tried by hand, the flag tells the most likely one."""
+        if self.split is not None:
+            return self.split
+        likely = ('train',) if training else ('test', 'val', 'train')
+        return next((split for split in likely if split in self.bindings), None)
 
     def of_split(self, split: str | None) -> nn.Module:
         """The effective preprocessor of a split.
@@ -123,29 +134,25 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         """bool: Whether the model's step runs on the calling thread."""
         return self._runtime.stream(self.device).compute_on_host
 
-    def stage(self, batch: Any, split: str, depth: int, reused: bool) -> StagedBatch | None:
-        """Copy the batch's CPU tensors into a staging buffer, on the thread that loaded it.
+    def stage(self, batch: Any, split: str, depth: int) -> Staged:
+        """Make a batch ready for its transfer, on the thread that loaded it.
 
         Args:
             batch (Any): A batch from the dataloader.
             split (str): The split it belongs to.
             depth (int): Batches that may be in flight at a time.
-            reused (bool): Whether the dataset may overwrite the batch's memory when the next one
-                is loaded.
 
         Returns:
-            StagedBatch | None: None where nothing has to be copied: on the CPU, with worker
-            processes.
+            Staged: To be given to :meth:`prefetch`.
         """
-        device = self.device
-        if self.compute_on_host:
-            return stage(batch, device) if reused else None
-        if not isinstance(self.of_split(split), BaseDataPreprocessor):
-            return None  # it may want its input on the host
-        return stage(batch, device, self._runtime.ring(split, depth + 2))
+        staged = Staged(Watch(batch))
+        # A module that is no preprocessor of mmengine's kind may want its input on the host.
+        if not self.compute_on_host and isinstance(self.of_split(split), BaseDataPreprocessor):
+            staged.packed = stage(batch, self.device, self._runtime.ring(split, depth + 2))
+        return staged
 
     def prefetch(
-        self, batch: Any, training: bool, split: str = 'train', staged: StagedBatch | None = None
+        self, batch: Any, training: bool, split: str = 'train', staged: Staged | None = None
     ) -> None:
         """Begin work on a batch.
 
@@ -153,12 +160,14 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             batch (Any): A batch from the dataloader. The object itself is the ticket.
             training (bool): What the model is going to pass as ``training``.
             split (str): Whose effective preprocessor is used.
-            staged (StagedBatch, optional): What :meth:`stage` returned for the batch.
+            staged (Staged, optional): What :meth:`stage` returned for the batch.
         """
         module = self.of_split(split)
         family = family_of(type(module))
         device = self.device
         runtime = self._runtime
+        staged = staged or Staged(Watch(batch))
+        packed = staged.packed
         ambient = None
         if family is None and self.prefetch_safe:
             ambient = runtime.expected_ambient(split, device)
@@ -166,17 +175,17 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         runtime.follow(stream)
 
         def prepare() -> Result:
-            if staged is not None:
-                moved, blocks = staged.deliver(device)
+            if packed is not None:
+                moved, blocks = packed.deliver(device)
             elif family is not None or ambient is not None:
                 # Containers of its own, so that what a forward puts into them does not show in
                 # the caller's batch before that is due.
-                moved, blocks = BaseDataPreprocessor().cast_data(batch), []
+                moved, blocks = cast(BaseDataPreprocessor(), batch), []
             else:
                 moved, blocks = batch, []
             if family is not None:
-                value = family.forward(module, moved)
-                return Result(value, blocks, family.made(value))
+                begun = family.begin(module, moved, training)
+                return Result(begun, blocks, family.made(begun))
             if ambient is not None:
                 with ambient.applied():
                     value = module(moved, training)
@@ -184,9 +193,9 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             return Result(moved, blocks)
 
         work = stream.submit(prepare)
-        if staged is not None and staged.slot is not None:
-            runtime.ring(split, 0).mark(staged.slot, work.synchronize)
-        runtime.add(Ticket(batch, split, training, work, ambient, runtime.generation))
+        if packed is not None and packed.slot is not None:
+            runtime.ring(split, 0).mark(packed.slot, work.synchronize)
+        runtime.add(Ticket(batch, staged.watch, split, training, work, ambient, runtime.generation))
 
     def discard(self, batch: Any) -> bool:
         """Drop the work begun on a batch.
@@ -217,13 +226,16 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         """
         ticket = self._runtime.take(data)
         if ticket is None:
-            return self._process(self.of_split(self.split), data, training)
+            return self._process(self.of_split(self._split_now(training)), data, training)
         module = self.of_split(ticket.split)
-        if ticket.generation != self._runtime.generation or ticket.batch_changed():
+        if ticket.generation != self._runtime.generation or ticket.watch.changed():
+            return self._process(module, data, training)
+        family = family_of(type(module))
+        if family is not None and ticket.training != training and not family.trains_alike:
             return self._process(module, data, training)
         result = ticket.work.wait(Result.used)
-        if family_of(type(module)) is not None:
-            return result.value
+        if family is not None:
+            return family.finish(module, result.value, data, training)
         if self.prefetch_safe:
             ambient = self._runtime.note_ambient(ticket.split, self.device)
             if ticket.ambient == ambient and ticket.training == training:
@@ -235,7 +247,7 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         family = family_of(type(module))
         if family is None:
             return module(data, training)
-        return family.forward(module, module.cast_data(data))
+        return family.run(module, data, training)
 
     # -- standing in for the wrapped module -----------------------------------------------------
 
@@ -324,11 +336,19 @@ def find_wrapped(name: Any, scope: str | None = None) -> type[nn.Module]:
     """
     cls = find_class(MODELS, name, scope)
     if cls is None:
-        known = preprocessor_names(MODELS, scope)
+        known = [n for n in preprocessor_names(MODELS, scope) if not n.startswith('Prefetch')]
         raise ValueError(
             f"model.data_preprocessor.wraps='{name}' is not a registered preprocessor"
             f'{nearest(name, known)}. Registered are: {", ".join(known)}. If it belongs to a '
             "package, add that package to `custom_imports` or write `wraps='package.Name'`."
+        )
+    ours = PrefetchDataPreprocessor
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or issubclass(
+        cls, (BaseModel, ours)
+    ):
+        raise ValueError(
+            f'model.data_preprocessor.wraps={name!r} is {cls!r}, which is no preprocessor that '
+            "could be wrapped. Write the name of one, for example `wraps='ImgDataPreprocessor'`."
         )
     return cls
 

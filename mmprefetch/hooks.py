@@ -11,10 +11,7 @@ from mmengine.registry import HOOKS
 
 from .binding import table
 from .data_preprocessor import PrefetchDataPreprocessor
-
-META_KEY = 'data_preprocessor'
-"""Where a checkpoint's ``meta`` holds the effective preprocessing of each split."""
-
+from .restore import RECORD_KEY, type_name
 
 @HOOKS.register_module()
 class PrefetchHook(Hook):
@@ -73,8 +70,11 @@ class PrefetchHook(Hook):
         """Write the effective preprocessing of each split into the checkpoint."""
         preprocessor = find_preprocessor(runner)
         if preprocessor is not None and preprocessor.bindings:
-            checkpoint['meta'][META_KEY] = {
-                split: {'type': binding.type_name, **copy.deepcopy(binding.fields)}
+            checkpoint['meta'][RECORD_KEY] = {
+                split: {
+                    'type': type_name(type(preprocessor.of_split(split))),
+                    **copy.deepcopy(binding.fields),
+                }
                 for split, binding in preprocessor.bindings.items()
             }
 

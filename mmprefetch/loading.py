@@ -26,7 +26,7 @@ class InlineSource:
     and may draw from the global random generators."""
 
     def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+        self, iterator: Iterator, stage: Callable[[Any], Loaded], depth: int, limit: int | None
     ) -> None:
         self._iterator = iterator
         self._stage = stage
@@ -41,8 +41,7 @@ class InlineSource:
             Loaded: A batch or an error; StopIteration at the end.
         """
         try:
-            batch = next(self._iterator)
-            return Loaded(batch, self._stage(batch))
+            return self._stage(next(self._iterator))
         except Exception as error:  # raised again where the batch is due
             return Loaded(error=error)
 
@@ -55,13 +54,13 @@ class LoaderThread:
 
     Args:
         iterator (Iterator): The dataloader's iterator.
-        stage (Callable): Stages a batch.
+        stage (Callable): Makes a :class:`Loaded` of a batch.
         depth (int): Loaded batches that may lie ready.
         limit (int | None): Batches to load in all.
     """
 
     def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Any], depth: int, limit: int | None
+        self, iterator: Iterator, stage: Callable[[Any], Loaded], depth: int, limit: int | None
     ) -> None:
         self._iterator = iterator
         self._stage = stage
@@ -86,7 +85,7 @@ class LoaderThread:
                 batch = next(self._iterator)
                 if self._stopped.is_set():
                     break
-                self._ready.put(Loaded(batch, self._stage(batch)))
+                self._ready.put(self._stage(batch))
             except BaseException as error:  # raised again where the batch is due
                 if not self._stopped.is_set():
                     self._ready.put(Loaded(error=error))

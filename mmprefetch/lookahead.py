@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from mmengine.logging import print_log
 
 from .loading import InlineSource, Loaded, LoaderThread, shut_workers, told_by_workers
+from .ownership import own_memory
 
 UNREDEEMED_LIMIT = 3
 """Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
@@ -25,8 +26,8 @@ UNREDEEMED_LIMIT = 3
 class Preprocessor(Protocol):
     """What the look-ahead asks of a preprocessor."""
 
-    def stage(self, batch: Any, split: str, depth: int, reused: bool) -> Any:
-        """Copy a batch's tensors into a staging buffer, on the thread that loaded it."""
+    def stage(self, batch: Any, split: str, depth: int) -> Any:
+        """Make a batch ready for its transfer, on the thread that loaded it."""
 
     def prefetch(self, batch: Any, training: bool, split: str, staged: Any) -> None:
         """Begin work on a batch. Must neither block nor raise what the batch is to blame for."""
@@ -135,6 +136,12 @@ class LookAheadLoader:
         return (_plain, (self._dataloader,))
 
 
+def _staged(batch: Any, preprocessor: Preprocessor, split: str, depth: int, own: bool) -> Loaded:
+    if own:
+        batch = own_memory(batch)
+    return Loaded(batch, preprocessor.stage(batch, split, depth))
+
+
 def _no_pass() -> None:
     return None
 
@@ -168,8 +175,9 @@ class LookAhead:
     def __next__(self) -> Any:
         loader = self._loader
         if loader._skip > 0:
+            skipped = next(self._iterator)
             loader._skip -= 1
-            return next(self._iterator)
+            return skipped
         self._retire()
         if not self._begun:
             self._begin(wait=True)
@@ -199,12 +207,11 @@ class LookAhead:
             kind = LoaderThread if loader._threaded else InlineSource
             # Nothing that leads back to this pass: its thread must not keep it alive.
             stage = partial(
-                self._preprocessor.stage,
+                _staged,
+                preprocessor=self._preprocessor,
                 split=loader._split,
                 depth=loader._depth,
-                # Without workers the dataset may hand out views of memory that its next item
-                # overwrites.
-                reused=getattr(loader._dataloader, 'num_workers', 0) == 0,
+                own=getattr(loader._dataloader, 'num_workers', 0) == 0,
             )
             self._source = kind(self._iterator, stage, max(loader._depth, 1), loader._left)
         loaded = self._source.take(wait)

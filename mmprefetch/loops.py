@@ -19,7 +19,13 @@ from .lookahead import LookAheadLoader
 
 
 class _LookAheadLoop:
-    """What the five loops share: a dataloader that looks ahead, and a clean end."""
+    """What the five loops share: checked arguments, a dataloader that looks ahead, a clean end."""
+
+    _split: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _LookAheadLoop:
+        _refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
 
     def run(self) -> Any:
         """Run the loop of mmengine; end the look-ahead for whatever reason it ends."""
@@ -31,14 +37,14 @@ class _LookAheadLoop:
 
 
 def _looking_ahead(
-    loop: BaseLoop,
+    loop: _LookAheadLoop,
     runner: Any,
     dataloader: DataLoader | dict,
-    split: str,
     prefetch_depth: int,
     loader_thread: bool,
 ) -> LookAheadLoader:
     """Build a loop's dataloader, and give it look-ahead."""
+    split = loop._split
     cfg = f'{split}_cfg'
     if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int):
         raise TypeError(
@@ -95,6 +101,8 @@ class PrefetchEpochBasedTrainLoop(_LookAheadLoop, EpochBasedTrainLoop):
         ValueError: ``prefetch_depth`` is negative, or the dataloader has no batches.
     """
 
+    _split = 'train'
+
     def __init__(
         self,
         runner: Any,
@@ -106,7 +114,7 @@ class PrefetchEpochBasedTrainLoop(_LookAheadLoop, EpochBasedTrainLoop):
         prefetch_depth: int = 2,
         loader_thread: bool = True,
     ) -> None:
-        loader = _looking_ahead(self, runner, dataloader, 'train', prefetch_depth, loader_thread)
+        loader = _looking_ahead(self, runner, dataloader, prefetch_depth, loader_thread)
         super().__init__(runner, loader, max_epochs, val_begin, val_interval, dynamic_intervals)
 
 
@@ -132,6 +140,8 @@ class PrefetchIterBasedTrainLoop(_LookAheadLoop, IterBasedTrainLoop):
         ValueError: ``prefetch_depth`` is negative, or the dataloader has no batches.
     """
 
+    _split = 'train'
+
     def __init__(
         self,
         runner: Any,
@@ -143,7 +153,7 @@ class PrefetchIterBasedTrainLoop(_LookAheadLoop, IterBasedTrainLoop):
         prefetch_depth: int = 2,
         loader_thread: bool = True,
     ) -> None:
-        loader = _looking_ahead(self, runner, dataloader, 'train', prefetch_depth, loader_thread)
+        loader = _looking_ahead(self, runner, dataloader, prefetch_depth, loader_thread)
         super().__init__(runner, loader, max_iters, val_begin, val_interval, dynamic_intervals)
 
     def run(self) -> Any:
@@ -171,6 +181,8 @@ class PrefetchValLoop(_LookAheadLoop, ValLoop):
         ValueError: ``prefetch_depth`` is negative, or the dataloader has no batches.
     """
 
+    _split = 'val'
+
     def __init__(
         self,
         runner: Any,
@@ -180,7 +192,7 @@ class PrefetchValLoop(_LookAheadLoop, ValLoop):
         prefetch_depth: int = 2,
         loader_thread: bool = True,
     ) -> None:
-        loader = _looking_ahead(self, runner, dataloader, 'val', prefetch_depth, loader_thread)
+        loader = _looking_ahead(self, runner, dataloader, prefetch_depth, loader_thread)
         super().__init__(runner, loader, evaluator, fp16)
 
 
@@ -203,6 +215,8 @@ class PrefetchTestLoop(_LookAheadLoop, TestLoop):
         ValueError: ``prefetch_depth`` is negative, or the dataloader has no batches.
     """
 
+    _split = 'test'
+
     def __init__(
         self,
         runner: Any,
@@ -212,7 +226,7 @@ class PrefetchTestLoop(_LookAheadLoop, TestLoop):
         prefetch_depth: int = 2,
         loader_thread: bool = True,
     ) -> None:
-        loader = _looking_ahead(self, runner, dataloader, 'test', prefetch_depth, loader_thread)
+        loader = _looking_ahead(self, runner, dataloader, prefetch_depth, loader_thread)
         super().__init__(runner, loader, evaluator, fp16)
 
 
@@ -246,15 +260,17 @@ def PrefetchLoop(
     by_epoch = given == ['max_epochs']
     kwargs.pop('max_iters' if by_epoch else 'max_epochs', None)
     cls = PrefetchEpochBasedTrainLoop if by_epoch else PrefetchIterBasedTrainLoop
-    _refuse_unknown(cls, kwargs)
     return cls(runner=runner, dataloader=dataloader, **kwargs)
 
 
-def _refuse_unknown(cls: type, kwargs: dict) -> None:
-    valid = [n for n in inspect.signature(cls).parameters if n not in ('runner', 'dataloader')]
+def _refuse_unknown(cls: type[_LookAheadLoop], kwargs: dict) -> None:
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    valid = [name for name in parameters if name not in ('self', 'runner', 'dataloader')]
     for name in kwargs:
-        if name not in valid:
+        if name not in parameters:
             raise TypeError(
-                f'train_cfg.{name} is not an argument of {cls.__name__}{nearest(name, valid)}. '
-                f'Its arguments are: {", ".join(valid)}.'
+                f'{cls._split}_cfg.{name} is not an argument of {cls.__name__}'
+                f'{nearest(name, valid)}. Its arguments are: {", ".join(valid)}.'
             )

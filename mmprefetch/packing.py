@@ -100,10 +100,10 @@ class Skeleton:
             self.packed.append((data, (container, key)))
 
     def element(self, data: BaseDataElement, container: Any, key: Any) -> None:
-        if not _is_ordinary(type(data)):
+        if not is_ordinary(type(data)):
             self.object(data, container, key)
             return
-        copied, fields = _new_like(data)
+        copied, fields = new_like(data)
         container[key] = copied
         for name in data._data_fields & fields.keys():  # a property's value has another name
             value = fields[name]
@@ -127,7 +127,7 @@ class Skeleton:
 
 
 @functools.cache
-def _is_ordinary(kind: type[BaseDataElement]) -> bool:
+def is_ordinary(kind: type[BaseDataElement]) -> bool:
     """Whether a class copies itself as :class:`BaseDataElement` does."""
     return all(
         getattr(kind, name) is getattr(BaseDataElement, name)
@@ -136,7 +136,7 @@ def _is_ordinary(kind: type[BaseDataElement]) -> bool:
     )  # fmt: skip
 
 
-def _new_like(data: BaseDataElement) -> tuple[BaseDataElement, dict]:
+def new_like(data: BaseDataElement) -> tuple[BaseDataElement, dict]:
     """What ``data.new()`` makes, without checking each field once more; and its fields."""
     copied = object.__new__(type(data))
     fields = vars(copied)

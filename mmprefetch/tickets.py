@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from mmengine.structures import BaseDataElement
 
 from .ambient import Ambient
-from .staging import PinnedRing
+from .staging import PinnedRing, StagedBatch
 from .streams import Stream, Work, stream_for
+from .watch import Watch
 
 
 @dataclass
@@ -58,11 +59,26 @@ def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:
 
 
 @dataclass
+class Staged:
+    """A batch that is ready for its transfer.
+
+    Args:
+        watch (Watch): Notices when someone changes the batch.
+        packed (StagedBatch | None): Its tensors in a staging buffer; None where nothing has to be
+            copied.
+    """
+
+    watch: Watch
+    packed: StagedBatch | None = None
+
+
+@dataclass
 class Ticket:
     """Work begun on one batch.
 
     Args:
         batch (Any): The raw batch; held so that its identity stays its own.
+        watch (Watch): Notices when someone changes it, so that the work is out of date.
         split (str): Whose effective preprocessor was used.
         training (bool): The flag it was begun with.
         work (Work): The work.
@@ -71,44 +87,12 @@ class Ticket:
     """
 
     batch: Any
+    watch: Watch
     split: str
     training: bool
     work: Work[Result]
     ambient: Ambient | None
     generation: int
-    _seen: list[tuple[Any, int | None]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seen = _state(self.batch)
-
-    def batch_changed(self) -> bool:
-        """bool: Whether someone has changed the batch since, so that the work is out of date."""
-        now = _state(self.batch)
-        return len(now) != len(self._seen) or any(
-            thing is not seen or version != seen_version
-            for (thing, version), (seen, seen_version) in zip(now, self._seen, strict=True)
-        )
-
-
-def _state(batch: Any) -> list[tuple[Any, int | None]]:
-    """The objects at the top two levels of a batch, and the versions of tensors among them."""
-    state = []
-    for item in _items(batch):
-        state.append((item, _version(item)))
-        state.extend((inner, _version(inner)) for inner in _items(item))
-    return state
-
-
-def _items(thing: Any) -> Any:
-    if isinstance(thing, Mapping):
-        return thing.values()
-    return thing if isinstance(thing, (list, tuple)) else ()
-
-
-def _version(item: Any) -> int | None:
-    if isinstance(item, torch.Tensor) and not item.is_inference():
-        return item._version
-    return None
 
 
 class Runtime:

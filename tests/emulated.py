@@ -115,14 +115,17 @@ class Device(TorchDispatchMode):
         finally:
             self._current = before
 
-    @contextlib.contextmanager
-    def host(self):
-        """A context in which the calling thread works on host memory, at once."""
-        self._issuing, before = None, self._issuing
-        try:
-            yield
-        finally:
-            self._issuing = before
+    def on_host(self, function):
+        """Make a function work on host memory, at once, whatever stream is current."""
+
+        def wrapped(*args, **kwargs):
+            self._issuing, before = None, self._issuing
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._issuing = before
+
+        return wrapped
 
     def record_use(self, tensor, stream):
         self.recorded.append((tensor.untyped_storage().data_ptr(), stream.id))

@@ -184,6 +184,23 @@ def test_unregistered_wraps():
         MODELS.build(opted_in(wraps='ImgDataPreprocesor'))
 
 
+@pytest.mark.parametrize('wraps', ['ToyModel', 'PrefetchDataPreprocessor', 5, len])
+def test_wraps_of_a_wrong_kind(wraps):
+    with pytest.raises(ValueError, match=r'model\.data_preprocessor\.wraps=.*no preprocessor'):
+        MODELS.build(opted_in(wraps=wraps))
+
+
+@pytest.mark.parametrize('key', ['type', 'wraps'])
+def test_a_dataset_cannot_name_another_preprocessor(tmp_path, key):
+    cfg = toys.prefetching(toys.config(tmp_path, preprocessor=opted_in()))
+    for name in ('ImgDataPreprocessor', 'mmengine.ImgDataPreprocessor'):
+        cfg.train_dataloader.dataset.data_preprocessor = {key: name, **OWN}
+        build(cfg)
+    cfg.train_dataloader.dataset.data_preprocessor = {key: 'Nonsense', **OWN}
+    with pytest.raises(ValueError, match=rf'{key}.*Nonsense.*ImgDataPreprocessor'):
+        build(cfg)
+
+
 def test_the_dumped_config_reproduces_the_run(tmp_path):
     cfg = toys.prefetching(toys.config(tmp_path / 'a', preprocessor=opted_in()))
     cfg.train_dataloader.dataset.data_preprocessor = OWN

@@ -135,28 +135,12 @@ def test_leaves_that_are_not_tensors():
         empty=[], element=element, nested=[(1, 'x'), {'k': torch.zeros(0)}],
     )  # fmt: skip
     expected = BaseDataPreprocessor().cast_data(raw)
-    for reused in (False, True):
-        wrapper = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
-        staged = wrapper.stage(raw, 'train', 2, reused)
-        wrapper.prefetch(raw, True, 'train', staged)
-        out = wrapper(raw, True)
-        wrapper.close()
-        assert toys.same(out, expected)
-        assert out['array'] is raw['array']
-
-
-def test_reused_dataset_buffer():
-    buffer = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    wrapper = PrefetchDataPreprocessor(mean=[0.0], std=[1.0])
-    begun = []
-    for value in range(4):
-        buffer.fill_(value)
-        raw = dict(inputs=[buffer])
-        wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 4, True))
-        begun.append(raw)
-    results = [wrapper._runtime.take(raw).work.wait(lambda r: []).value for raw in begun]
+    wrapper = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
+    wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 2))
+    out = wrapper(raw, True)
     wrapper.close()
-    assert [result['inputs'].unique().tolist() for result in results] == [[0], [1], [2], [3]]
+    assert toys.same(out, expected)
+    assert out['array'] is raw['array']
 
 
 def test_errors_come_where_the_batch_is_due(wrapper):
@@ -209,6 +193,18 @@ def test_attributes_reach_the_wrapped_module():
     assert not hasattr(module, 'augment')
     with pytest.raises(AttributeError, match='nonsense'):
         _ = wrapper.nonsense
+
+
+def test_outside_of_any_loop_the_flag_tells_the_split(wrapper):
+    raw = batch()
+    for split, value in (('train', 1.0), ('val', 2.0), ('test', 3.0)):
+        wrapper.bind(split, ImgDataPreprocessor(mean=[value], std=[1.0]))
+        wrapper.bindings[split] = None
+    mean = [raw['inputs'][0].float()[0, 0, 0] - wrapper(raw, training)['inputs'][0, 0, 0, 0]
+            for training in (True, False)]  # fmt: skip
+    assert mean == [1.0, 3.0]
+    wrapper.split = 'val'
+    assert raw['inputs'][0].float()[0, 0, 0] - wrapper(raw)['inputs'][0, 0, 0, 0] == 2.0
 
 
 def test_a_field_that_changes_makes_begun_work_out_of_date(wrapper):

@@ -121,6 +121,20 @@ def test_resume_goes_on_with_either_loop(tmp_path, train, first, second, workers
         assert after.indices == unbroken.indices[7:]
 
 
+@pytest.mark.parametrize('at', [3, 4, 5, 8])
+@pytest.mark.parametrize('depth', [1, 2])
+def test_resume_beyond_the_end_of_a_finite_dataloader(tmp_path, depth, at):
+    train = dict(by_epoch=False, max_iters=11, val_interval=100)
+    cfg = toys.config(tmp_path, train=train, val=False)
+    cfg['train_dataloader']['sampler'] = dict(type='DefaultSampler', shuffle=True)
+    cfg['default_hooks']['checkpoint']['interval'] = at
+    broken_off(cfg, at)
+    stock, record = resumed(cfg)
+    assert len(record.indices) == 11 - at
+    prefetch = resumed(toys.prefetching(cfg, depth))
+    toys.assert_same_run((stock, record), prefetch)
+
+
 def same_weights(one, other):
     return toys.same(dict(one.model.state_dict()), dict(other.model.state_dict()))
 
@@ -180,6 +194,22 @@ def test_bad_arguments(tmp_path, loop, error, words):
     with pytest.raises(error) as caught:
         runner.build_train_loop(dict(type='PrefetchLoop', **loop))
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'split'),
+    [
+        ('PrefetchEpochBasedTrainLoop', 'train'),
+        ('PrefetchIterBasedTrainLoop', 'train'),
+        ('PrefetchValLoop', 'val'),
+        ('PrefetchTestLoop', 'test'),
+    ],
+)
+def test_unknown_arguments_of_any_loop(tmp_path, kind, split):
+    runner = Runner.from_cfg(Config(toys.config(tmp_path)))
+    build = getattr(runner, f'build_{split}_loop')
+    with pytest.raises(TypeError, match=rf'{split}_cfg\.prefech_depth.*prefetch_depth'):
+        build(dict(type=kind, prefech_depth=1))
 
 
 @pytest.mark.parametrize('split', ['train', 'val'])

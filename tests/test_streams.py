@@ -11,7 +11,7 @@ import torch
 import toys
 from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 
-from mmprefetch import PrefetchDataPreprocessor, ops, tickets
+from mmprefetch import PrefetchDataPreprocessor, lookahead, ops, tickets
 from mmprefetch.lookahead import LookAheadLoader
 from mmprefetch.staging import PinnedRing
 from mmprefetch.streams import (
@@ -52,13 +52,8 @@ def wrapped(monkeypatch, device, wraps='ImgDataPreprocessor', **fields):
     monkeypatch.setattr(
         torch, 'empty', lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     )
-    stage = PrefetchDataPreprocessor.stage
-
-    def on_host(self, *args, **kwargs):
-        with device.host():
-            return stage(self, *args, **kwargs)
-
-    monkeypatch.setattr(PrefetchDataPreprocessor, 'stage', on_host)
+    for owner, name in ((PrefetchDataPreprocessor, 'stage'), (lookahead, '_staged')):
+        monkeypatch.setattr(owner, name, device.on_host(getattr(owner, name)))
     return PrefetchDataPreprocessor(wraps=wraps, **(fields or IMG))
 
 
@@ -151,7 +146,7 @@ def test_without_following_the_compute_stream_constants_are_read_too_early(monke
                 device.compute.put(lambda: time.sleep(0.3))
                 preprocessor.mean.zero_()
                 preprocessor.pad_value = 0
-                staged = preprocessor.stage(raw, 'train', 2, False)
+                staged = preprocessor.stage(raw, 'train', 2)
                 preprocessor.prefetch(raw, True, 'train', staged)
                 out = preprocessor(raw, True)['inputs'] + 0
             device.synchronize()
@@ -175,11 +170,11 @@ def test_one_copy_for_each_batch(monkeypatch, wraps):
     preprocessor = wrapped(monkeypatch, device, wraps, **({'non_blocking': False}))
     with device:
         for batch in raw:
-            staged = preprocessor.stage(batch, 'train', 2, False)
+            staged = preprocessor.stage(batch, 'train', 2)
             before = len(device.log)
             preprocessor.prefetch(batch, True, 'train', staged)
             preprocessor(batch, True)
-            staging = staged.buffer.untyped_storage().data_ptr()
+            staging = staged.packed.buffer.untyped_storage().data_ptr()
             host = {t.untyped_storage().data_ptr() for t in batch['inputs']} | {staging}
             crossings = [
                 entry for entry in device.log[before:] if entry[0] == 'launch' and entry[3] & host
@@ -193,7 +188,7 @@ def test_unknown_preprocessors_run_on_the_compute_stream(monkeypatch):
     preprocessor = wrapped(monkeypatch, device, 'RandomPreprocessor', scale=2.0)
     raw = batches(1)[0]
     with device:
-        staged = preprocessor.stage(raw, 'train', 2, False)
+        staged = preprocessor.stage(raw, 'train', 2)
         preprocessor.prefetch(raw, False, 'train', staged)
         aside = [entry for entry in device.log if entry[0] == 'launch']
         assert {entry[1] for entry in aside if entry[2] == 'aten::_to_copy'} == {

@@ -7,11 +7,19 @@ from launch import add_common_args, init_cpu_group, load_config
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from mmprefetch.restore import SOURCES, choose_preprocessing
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common_args(parser)
     parser.add_argument('checkpoint', help='path of the checkpoint')
+    parser.add_argument(
+        '--preprocess-from',
+        choices=SOURCES,
+        default='config',
+        help='whose preprocessing to use where the config and the checkpoint differ',
+    )
     return parser.parse_args()
 
 
@@ -21,6 +29,7 @@ def main() -> None:
     cfg.load_from = args.checkpoint
     init_cpu_group(cfg)
     runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+    choose_preprocessing(runner, args.checkpoint, 'test', args.preprocess_from)
     runner.test()
 
 

@@ -1,0 +1,150 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""How a preprocessor class works on a batch: what runs ahead, what when the batch is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from mmengine.model import BaseDataPreprocessor
+from torch import nn
+
+from ..ops import check_constants
+
+_device = attrgetter('device')
+
+
+class Family:
+    """How a preprocessor class works on a batch that is on the device already.
+
+    The result of :meth:`begin` and :meth:`finish` together must be what the class's own
+    ``forward`` returns, to the bit.
+    """
+
+    #: Pairs of fields that hold values to subtract and to divide by.
+    constants: Sequence[tuple[str, str]] = (('mean', 'std'),)
+    #: Whether ``begin`` makes the same of a batch whatever ``training`` says.
+    trains_alike = False
+    #: The field that holds the config of the preprocessor of the images where the class has one
+    #: inside; fields bound to a dataset are for that one. The module has it as an attribute of
+    #: the same name.
+    inner_field: str | None = None
+
+    def make(self, cls: type[nn.Module], fields: dict) -> nn.Module:
+        """Build the preprocessor.
+
+        Args:
+            cls (type): The preprocessor's class.
+            fields (dict): Its arguments.
+
+        Returns:
+            nn.Module: The preprocessor.
+
+        Raises:
+            ValueError: A std is zero, a value is not finite, or their numbers do not fit.
+        """
+        self.check(fields)
+        made = cls(**fields)
+        self.remember_mean(made, fields)
+        return made
+
+    def check(self, fields: dict) -> None:
+        """Check the constants among a preprocessor's arguments.
+
+        Args:
+            fields (dict): The arguments.
+
+        Raises:
+            ValueError: A std is zero, a value is not finite, or their numbers do not fit.
+        """
+        for names in self.constants:
+            mean, std = map(fields.get, names)
+            if isinstance(mean, Sequence) and isinstance(std, Sequence):
+                check_constants(mean, std, where=f'data_preprocessor ({", ".join(names)})')
+
+    def remember_mean(self, made: nn.Module, fields: dict) -> None:
+        """Keep the mean as plain numbers until the first batch says of which dtype images are:
+        reading it from the device would make the host wait."""
+        if isinstance(fields.get('mean'), Sequence):
+            vars(made)['_unseen_mean'] = tuple(fields['mean'])
+
+    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
+        """Do what may run ahead: what depends on the batch alone.
+
+        No random numbers, no collectives, no host synchronisation, no iteration; the thread's
+        modes do not matter either.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            data (Any): What ``cast_data`` returned; its containers may be changed.
+            training (bool): What the model is going to pass as ``training``.
+
+        Returns:
+            Any: Whatever :meth:`finish` needs.
+        """
+        raise NotImplementedError
+
+    def made(self, begun: Any) -> Any:
+        """The part of what was begun that may hold memory beside what was transferred.
+
+        Args:
+            begun (Any): What :meth:`begin` returned.
+
+        Returns:
+            Any: Tensors, or containers of such. The whole of it by default.
+        """
+        return begun
+
+    def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
+        """Do the rest, where and when the class's own forward would be called.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            begun (Any): What :meth:`begin` returned.
+            batch (Any): The raw batch: what the class changes in it has to be changed.
+            training (bool): The same as at :meth:`begin`.
+
+        Returns:
+            Any: What the class's own forward returns. By default what was begun.
+        """
+        return begun
+
+    def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:
+        """Preprocess a batch at once.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            batch (Any): The raw batch.
+            training (bool): Whether to preprocess for training.
+
+        Returns:
+            Any: What the class's own forward returns.
+        """
+        begun = self.begin(preprocessor, cast(preprocessor, batch), training)
+        return self.finish(preprocessor, begun, batch, training)
+
+
+def cast(preprocessor: BaseDataPreprocessor, batch: Any) -> Any:
+    """Do what ``cast_data`` does, without a call for each image that is on the device already.
+
+    Args:
+        preprocessor (BaseDataPreprocessor): Knows the device.
+        batch (Any): A batch.
+
+    Returns:
+        Any: The batch on the device, in containers of its own.
+    """
+    images = batch.get('inputs') if type(batch) is dict else None
+    if (
+        type(images) is not list
+        or set(map(type, images)) != {torch.Tensor}
+        or set(map(_device, images)) != {preprocessor.device}
+    ):
+        return preprocessor.cast_data(batch)
+    # In the batch's own order: some classes take its values by position.
+    return {
+        key: list(images) if key == 'inputs' else preprocessor.cast_data(value)
+        for key, value in batch.items()
+    }

@@ -1,0 +1,189 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""A class whose own pass over the pixels is replaced; the rest of its code runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmengine.structures import BaseDataElement
+from torch import nn
+
+from .family import Family, cast
+
+
+@dataclass
+class Begun:
+    """What has run ahead of a batch, where something is left to be done.
+
+    Args:
+        data (Any): The batch on the device.
+        pixels (Any): What the fused pass made; None if it did not take the input.
+        done (bool): Whether the rest has run, too.
+        result (Any): What came out of it.
+        fields (list): The fields of each data sample before the class wrote into them.
+    """
+
+    data: Any
+    pixels: Any = None
+    done: bool = False
+    result: Any = None
+    fields: list[dict] = field(default_factory=list)
+
+
+class FusedFamily(Family):
+    """Runs the fused pass, then the class's own forward with its own pass switched off.
+
+    The class's forward runs ahead unless it is going to call :attr:`augments`.
+    """
+
+    #: Attributes of the preprocessor, and the values that switch its own pass off.
+    off: Mapping[str, Any] = {}
+    #: Attributes that the declaration relies on, beside those of ``off``.
+    needs: Iterable[str] = ('_enable_normalize',)
+    #: The attribute, None where there is nothing to call, of what the forward calls in training
+    #: and what may draw random numbers, run collectives or read the iteration.
+    augments: str | None = None
+    #: Whether the class writes into the data samples of the raw batch, and returns them, as
+    #: ``data_samples`` of a dict.
+    writes = False
+
+    def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
+        """Run the fused pass.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            data (dict): The batch on the device.
+            training (bool): Whether to preprocess for training.
+
+        Returns:
+            Any: The images as the class's own pass makes them, or None if the input is not one
+            for the fused pass.
+        """
+        raise NotImplementedError
+
+    def rest(self, preprocessor: nn.Module, data: dict, pixels: Any, training: bool) -> Any:
+        """Run the class's own forward without its pass over the pixels.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            data (dict): The batch on the device.
+            pixels (Any): What :meth:`pixels` returned.
+            training (bool): Whether to preprocess for training.
+
+        Returns:
+            Any: What the class's own forward returns.
+        """
+        return twin(preprocessor, self.off).forward({**data, 'inputs': pixels}, training)
+
+    def is_pure(self, preprocessor: nn.Module, training: bool) -> bool:
+        """Whether :meth:`rest` depends on the batch alone.
+
+        Args:
+            preprocessor (nn.Module): Holds the fields.
+            training (bool): Whether to preprocess for training.
+
+        Returns:
+            bool: True if it may run ahead.
+        """
+        return not (training and self.augments and getattr(preprocessor, self.augments) is not None)
+
+    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
+        begun = Begun(data)
+        if not isinstance(data, dict) or 'inputs' not in data:
+            return begun
+        if self.writes:
+            begun.fields = _fields(data.get('data_samples'))
+        begun.pixels = self._pixels(preprocessor, data, training)
+        if begun.pixels is not None and self.is_pure(preprocessor, training):
+            begun.result = self.rest(preprocessor, data, begun.pixels, training)
+            begun.done = True
+            if not begun.fields:
+                return begun.result  # and let go of the images as they came
+        return begun
+
+    def made(self, begun: Any) -> Any:
+        if not isinstance(begun, Begun):
+            return begun
+        return begun.data, begun.pixels, begun.result
+
+    def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
+        if not isinstance(begun, Begun):
+            return begun
+        if begun.done:
+            result = begun.result
+        elif begun.pixels is None:
+            result = preprocessor(begun.data, training)
+        else:
+            result = self.rest(preprocessor, begun.data, begun.pixels, training)
+        if begun.fields and result.get('data_samples') is begun.data['data_samples']:
+            _write_back(begun, batch['data_samples'])
+            result['data_samples'] = batch['data_samples']
+        return result
+
+    def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:
+        if not isinstance(batch, dict) or 'inputs' not in batch:
+            return preprocessor(batch, training)
+        if self.writes:
+            # The class works on the samples of the raw batch itself.
+            data = {**batch, 'inputs': cast(preprocessor, {'inputs': batch['inputs']})['inputs']}
+        else:
+            data = cast(preprocessor, batch)
+        pixels = self._pixels(preprocessor, data, training)
+        if pixels is None:
+            return preprocessor(batch, training)
+        return self.rest(preprocessor, data, pixels, training)
+
+    def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
+        names = (*self.off, *self.needs, *((self.augments,) if self.augments else ()))
+        if not all(hasattr(preprocessor, name) for name in names):
+            return None  # another version of the class than the one that was declared
+        return self.pixels(preprocessor, data, training)
+
+
+def twin(
+    preprocessor: nn.Module, attributes: Mapping[str, Any], cls: type[nn.Module] | None = None
+) -> nn.Module:
+    """A preprocessor that shares everything with another but for some attributes.
+
+    Args:
+        preprocessor (nn.Module): The preprocessor.
+        attributes (Mapping): What differs.
+        cls (type, optional): The class, where that differs.
+
+    Returns:
+        nn.Module: The twin.
+    """
+    cls = cls or type(preprocessor)
+    made = cls.__new__(cls)
+    vars(made).update(vars(preprocessor), **attributes)
+    return made
+
+
+def unchanged(data: Any) -> Any:
+    """Stands for ``cast_data`` in a twin: the batch is on the device already.
+
+    Args:
+        data (Any): The batch.
+
+    Returns:
+        Any: The same.
+    """
+    return data
+
+
+def _fields(samples: Any) -> list[dict]:
+    if not isinstance(samples, (list, tuple)):
+        return []
+    return [dict(vars(sample)) for sample in samples if isinstance(sample, BaseDataElement)]
+
+
+def _write_back(begun: Begun, samples: list[BaseDataElement]) -> None:
+    """Give the raw batch's samples what the class wrote into their copies."""
+    copies = begun.data['data_samples']
+    for raw, copied, before in zip(samples, copies, begun.fields, strict=True):
+        for name, value in vars(copied).items():
+            if before.get(name) is not value:
+                kind = 'metainfo' if name in copied.metainfo_keys() else 'data'
+                raw.set_field(value, name, field_type=kind)

@@ -1,0 +1,114 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The preprocessors of mmengine, and classes that call their forward."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
+from torch import Tensor, nn
+
+from .family import Family
+from .fused import Begun, FusedFamily, twin
+from .passes import fused
+from .registry import register_family
+
+
+class CastFamily(Family):
+    """:class:`BaseDataPreprocessor` does nothing beyond the transfer."""
+
+    trains_alike = True
+
+    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
+        return data
+
+    def made(self, begun: Any) -> Any:
+        return None
+
+
+class AnyChannels(Family):
+    """Builds classes that accept one or three values only, for any number of channels."""
+
+    def make(self, cls: type[nn.Module], fields: dict) -> nn.Module:
+        mean, std = fields.get('mean'), fields.get('std')
+        if mean is None or std is None or {len(mean), len(std)} <= {1, 3}:
+            made = super().make(cls, fields)
+        else:
+            self.check(fields)
+            made = cls(**{**fields, 'mean': None, 'std': None})
+            made._enable_normalize = True
+            made.register_buffer('mean', torch.tensor(mean).view(-1, 1, 1), False)
+            made.register_buffer('std', torch.tensor(std).view(-1, 1, 1), False)
+            self.remember_mean(made, fields)
+        made._any_channels = True
+        return made
+
+    @staticmethod
+    def reverse_any(preprocessor: nn.Module) -> bool | None:
+        """What :func:`fused` does to images of more than three channels. The classes drop all but
+        three: one that the user has not opted in with goes on doing so."""
+        return True if hasattr(preprocessor, '_any_channels') else None
+
+
+class ImgFamily(AnyChannels, FusedFamily):
+    """:class:`ImgDataPreprocessor`."""
+
+    trains_alike = True
+    needs = ('_enable_normalize', '_channel_conversion', 'pad_size_divisor', 'pad_value')
+
+    def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Tensor | None:
+        return fused(
+            preprocessor,
+            data['inputs'],
+            reverse=preprocessor._channel_conversion,
+            reverse_any=self.reverse_any(preprocessor),
+            size_divisor=preprocessor.pad_size_divisor,
+            pad_value=preprocessor.pad_value,
+        )
+
+    def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> dict:
+        return _with_pixels(data, pixels)
+
+    def made(self, begun: Any) -> Any:
+        # The data samples are as they were transferred.
+        return super().made(begun) if isinstance(begun, Begun) else begun['inputs']
+
+
+class SuperFamily(ImgFamily):
+    """A class whose forward calls that of :class:`ImgDataPreprocessor`, and goes on from there.
+
+    That one call answers with the fused pass's result. The class sees the images as they were.
+    """
+
+    trains_alike = False
+
+    def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> Any:
+        cls = _answering(type(preprocessor))
+        return twin(preprocessor, {**self.off, '_pixels': pixels}, cls).forward(data, training)
+
+    def made(self, begun: Any) -> Any:
+        return FusedFamily.made(self, begun)
+
+
+class _Answer(ImgDataPreprocessor):
+    def forward(self, data: dict, training: bool = False) -> dict:
+        return _with_pixels(data, self._pixels)
+
+
+@cache
+def _answering(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass in which ``super().forward`` of the classes above ImgDataPreprocessor finds
+    :class:`_Answer`."""
+    return type(cls.__name__, (cls, _Answer), {})
+
+
+def _with_pixels(data: dict, pixels: Tensor) -> dict:
+    return {'data_samples': None, **data, 'inputs': pixels}
+
+
+def declare() -> None:
+    """Declare the classes of mmengine."""
+    register_family(BaseDataPreprocessor, CastFamily())
+    register_family(ImgDataPreprocessor, ImgFamily())

@@ -1,0 +1,104 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The fused pass with the values that a preprocessor's attributes hold."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import normalize_batch, reversal, warn_if_unscaled
+
+_dtype, _shape = attrgetter('dtype'), attrgetter('shape')
+
+
+def channels_of(images: Any, dims: int = 3) -> int | None:
+    """The number of channels of a batch that the pass takes.
+
+    Args:
+        images (Any): Whatever a batch holds as ``inputs``.
+        dims (int): Dimensions of one image, the channels first.
+
+    Returns:
+        int | None: None if the images are no plain tensors, or not alike.
+    """
+    if type(images) is Tensor:
+        return images.shape[1] if images.dim() == dims + 1 and len(images) else None
+    if not isinstance(images, (list, tuple)) or set(map(type, images)) != {Tensor}:
+        return None
+    shapes = set(map(_shape, images))
+    if len(set(map(_dtype, images))) > 1 or {len(shape) for shape in shapes} != {dims}:
+        return None
+    channels = {shape[0] for shape in shapes}
+    return channels.pop() if len(channels) == 1 else None
+
+
+def becomes_float(preprocessor: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether ``(x - mean) / std`` is float32 by torch's own rules, and no less exact on the way.
+
+    Args:
+        preprocessor (nn.Module): Holds the constants.
+        dtype (torch.dtype): dtype of ``x``, for a class that does not make it float32 first.
+
+    Returns:
+        bool: True if the fused pass computes the same.
+    """
+    for values in (preprocessor.mean, preprocessor.std):
+        dtype = torch.promote_types(dtype, values.dtype)
+        if dtype not in (torch.float32, torch.int64):
+            return False
+    return True
+
+
+def fused(
+    preprocessor: nn.Module,
+    images: Any,
+    *,
+    reverse: bool,
+    reverse_any: bool | None = False,
+    names: tuple[str, str] = ('mean', 'std'),
+    dims: int = 3,
+    **options: Any,
+) -> Tensor | None:
+    """Run the pass over a batch.
+
+    Args:
+        preprocessor (nn.Module): Holds the constants, and ``_enable_normalize``.
+        images (Any): Sequence of (C, H_i, W_i) tensors or one (N, C, H, W) tensor.
+        reverse (bool): Whether the class reverses three channels.
+        reverse_any (bool, optional): What becomes of another number of channels then: True,
+            channels 0 and 2 are swapped; False, they stay; None, that is for the class to say.
+        names (tuple): The attributes that hold the values to subtract and to divide by.
+        dims (int): Dimensions of one image, the channels first.
+        **options: For :func:`mmprefetch.ops.normalize_batch`.
+
+    Returns:
+        Tensor | None: The float32 batch. None if the input is not one for the pass, so that the
+        class itself has to say what it makes of it.
+
+    Raises:
+        ValueError: The images do not fit the constants or each other.
+    """
+    channels = channels_of(images, dims)
+    if channels is None:
+        return None
+    mean = std = None
+    if preprocessor._enable_normalize:
+        mean, std = (getattr(preprocessor, name) for name in names)
+        for values in (mean, std):
+            # In both cases torch's own rules give the result another dtype, or more channels.
+            if values.dtype == torch.float64 or (channels == 1 < values.numel()):
+                return None
+        if mean.dim() > 3:  # (C, 1, 1, 1), as classes of videos keep them
+            mean, std = mean.flatten(), std.flatten()
+    order = None
+    if reverse and (channels == 3 or reverse_any):
+        order = reversal(channels)
+    elif reverse and reverse_any is None:
+        return None
+    unseen = vars(preprocessor).pop('_unseen_mean', None)
+    if unseen is not None:
+        warn_if_unscaled(unseen, images[0].dtype)
+    return normalize_batch(images, mean, std, channel_order=order, **options)

@@ -1,0 +1,95 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Which family a preprocessor class belongs to."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from mmengine.logging import print_log
+from torch import nn
+
+from .family import Family
+
+# What a subclass may define without changing what a declaration says of its base.
+_HARMLESS = frozenset(
+    {'__init__', '__module__', '__qualname__', '__doc__', '__annotations__', '__dict__',
+     '__weakref__', '__orig_bases__', '__parameters__', '__firstlineno__',
+     '__static_attributes__', '__repr__', 'extra_repr'}
+)  # fmt: skip
+
+_declared: dict[type | tuple[str, str], Family] = {}
+
+
+def register_family(
+    target: type[nn.Module] | str, family: Family, package: str | None = None
+) -> None:
+    """Declare how a preprocessor class works. A later declaration replaces an earlier one.
+
+    Args:
+        target (type | str): The class, or its name where it is not to be imported.
+        family (Family): The declaration.
+        package (str, optional): With a name, the top-level package that the class is defined in.
+
+    Raises:
+        ValueError: A name comes without a package.
+    """
+    if isinstance(target, str):
+        if package is None:
+            raise ValueError(
+                f'register_family: {target!r} is a name; give its top-level package as well, as '
+                f"in register_family({target!r}, family, package='mmdet')"
+            )
+        _declared[package, target] = family
+    else:
+        _declared[target] = family
+    family_of.cache_clear()
+
+
+@cache
+def family_of(cls: type[nn.Module]) -> Family | None:
+    """Find what is declared of a preprocessor class.
+
+    Args:
+        cls (type): The class. It inherits a declaration only if it overrides nothing of the class
+            that was declared, but for ``__init__``.
+
+    Returns:
+        Family | None: The declaration, if there is one.
+    """
+    for base in cls.__mro__:
+        family = _declared.get(base) or _declared.get(
+            (base.__module__.split('.')[0], base.__name__)
+        )
+        if family is not None:
+            return None if _overrides(cls, base) else family
+    return None
+
+
+def _overrides(cls: type, base: type) -> bool:
+    others = [other for other in cls.__mro__ if other not in base.__mro__]
+    return any(
+        name not in _HARMLESS and hasattr(base, name) for other in others for name in vars(other)
+    )
+
+
+def announce(module: nn.Module) -> None:
+    """Say once of a class that it is not fused.
+
+    Args:
+        module (nn.Module): A preprocessor that is wrapped.
+    """
+    family = family_of(type(module))
+    if family is None:
+        _not_fused(type(module))
+    elif family.inner_field is not None:
+        announce(getattr(module, family.inner_field))
+
+
+@cache
+def _not_fused(cls: type) -> None:
+    print_log(
+        f'{cls.__module__}.{cls.__name__} is not fused: mmprefetch does not know what its '
+        '`forward` does, so the class is run as it is. See `mmprefetch.families` for how to '
+        'declare it.',
+        logger='current',
+    )

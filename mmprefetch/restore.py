@@ -1,0 +1,297 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Rebuild the preprocessing that a checkpoint was trained with, and compare it with a config's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from mmengine.registry import MODELS, Registry
+from mmengine.runner import CheckpointLoader
+from torch import nn
+
+from .attach import attach
+from .binding import (
+    CHANNEL_ORDER,
+    NOT_FIELDS,
+    Binding,
+    FieldSource,
+    effective,
+    plain,
+    resolve,
+    reverses_channels,
+    same,
+    valid_fields,
+)
+from .classes import find_class
+from .data_preprocessor import PrefetchDataPreprocessor, build
+
+RECORD_KEY = 'data_preprocessor'
+# A split that the checkpoint knows nothing of is taken to be like the next one.
+SPLITS = ('test', 'val', 'train')
+CONFIG, CHECKPOINT = SOURCES = ('config', 'checkpoint')
+
+
+def load_preprocessor(checkpoint: str | Path | Mapping, split: str = 'test') -> nn.Module:
+    """Rebuild the preprocessor that a checkpoint records, without dataset or training config.
+
+    Where the checkpoint has no record of the split, the next of test, val and train is taken, and
+    a warning says so.
+
+    Args:
+        checkpoint (str | Path | Mapping): A checkpoint's file, or what was loaded from one.
+        split (str): 'test', 'val' or 'train'. Defaults to 'test'.
+
+    Returns:
+        nn.Module: An object of the recorded class, on the CPU. Where that class could not reverse
+        the channels of images that have other than three, it is inside a
+        :class:`PrefetchDataPreprocessor`, which can.
+
+    Raises:
+        ValueError: The checkpoint holds no record, or the split is unknown, or the recorded class
+            is not registered here, or the recorded fields do not fit it.
+    """
+    binding, module = _build(*read_record(checkpoint, split))
+    if getattr(module, '_any_channels', False) and reverses_channels(type(module), binding):
+        mean = binding.fields.get('mean')
+        if mean is None or len(mean) != 3:
+            return PrefetchDataPreprocessor.around(module, binding.fields)
+    return module
+
+
+def read_record(checkpoint: str | Path | Mapping, split: str = 'test') -> tuple[str, dict]:
+    """Read what a checkpoint records of a split's preprocessing.
+
+    Args:
+        checkpoint (str | Path | Mapping): A checkpoint's file, or what was loaded from one.
+        split (str): 'test', 'val' or 'train'. Defaults to 'test'.
+
+    Returns:
+        tuple[str, dict]: The split that the record is of, and the record: ``type``, the name of
+        the preprocessor's class, and its fields.
+
+    Raises:
+        ValueError: The checkpoint holds no record, or the split is unknown.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: write 'test', 'val' or 'train'")
+    records = _records(checkpoint)
+    for candidate in SPLITS[SPLITS.index(split) :]:
+        if candidate in records:
+            if candidate != split:
+                print_log(
+                    f'The checkpoint has no record of the {split} split; the preprocessing of its '
+                    f'{candidate} split is taken.',
+                    logger='current',
+                    level=logging.WARNING,
+                )
+            return candidate, dict(records[candidate])
+    found = f'only that of {", ".join(records)}' if records else 'none'
+    raise ValueError(
+        f"checkpoint['meta']['{RECORD_KEY}'] should hold the preprocessing of the {split} split, "
+        f'found {found}. PrefetchHook writes it: save the checkpoint again from a run with the '
+        "loops of mmprefetch (`train_cfg=dict(type='PrefetchLoop', ...)`), or build the "
+        "preprocessor from a config of your own (`MODELS.build(dict(type='ImgDataPreprocessor', "
+        'mean=[...], std=[...]))`)'
+    )
+
+
+def type_name(cls: type[nn.Module]) -> str:
+    """Name a preprocessor's class so that it is found from anywhere.
+
+    Args:
+        cls (type): The class.
+
+    Returns:
+        str: The registered name if it is mmengine's own; with the package in front if it is
+        registered in another one (``mmdet.DetDataPreprocessor``); else with its module.
+    """
+    for registry in _tree(MODELS):
+        for name, registered in registry.module_dict.items():
+            if registered is cls and registry is not MODELS:
+                return f'{registry.scope}.{name}'
+            # A class of the script that is running can't be imported under its module's name.
+            if registered is cls and cls.__module__.split('.')[0] in ('mmengine', '__main__'):
+                return name
+    return f'{cls.__module__}.{cls.__qualname__}'
+
+
+def differences(
+    ours: Binding | Mapping, record: Mapping, cls: type[nn.Module] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Compare the preprocessing that a config asks for with what a checkpoint records.
+
+    A field that one of them leaves out is at its default there, and the names of the channel order
+    count as one field.
+
+    Args:
+        ours (Binding | Mapping): The effective fields by the config, of one split. A mapping may
+            have a ``type``.
+        record (Mapping): ``type`` and fields by the checkpoint, see :func:`read_record`.
+        cls (type, optional): The class of the preprocessor, whose defaults hold. Defaults to the
+            one that the record names.
+
+    Returns:
+        dict[str, tuple]: For each field that differs the value by the config and that by the
+        checkpoint; ``type`` is among them where the classes' names differ.
+
+    Raises:
+        ValueError: ``cls`` is not given, and the recorded class is not registered here.
+    """
+    if cls is None:
+        cls = _find(record['type'])
+    if not isinstance(ours, Binding):
+        ours = Binding('', str(ours.get('type', record['type'])), _fields(ours), {})
+    theirs = Binding('', str(record['type']), _fields(record), {})
+    found = {}
+    types = [one.type_name.rpartition('.')[2] for one in (ours, theirs)]
+    if types[0] != types[1]:
+        found['type'] = tuple(types)
+    for name in dict.fromkeys([*ours.fields, *theirs.fields]):
+        if name not in CHANNEL_ORDER:
+            values = [plain(effective(cls, one, name)) for one in (ours, theirs)]
+            if not same(*values):
+                found[name] = tuple(values)
+    reversed_ = tuple(reverses_channels(cls, one) for one in (ours, theirs))
+    if reversed_[0] != reversed_[1]:
+        found['to_rgb' if 'to_rgb' in valid_fields(cls) else 'bgr_to_rgb'] = reversed_
+    return found
+
+
+def describe(split: str, found: Mapping[str, tuple[Any, Any]], source: str = CONFIG) -> str:
+    """Say which preprocessing a split uses, and show both where they differ.
+
+    Args:
+        split (str): 'train', 'val' or 'test'.
+        found (Mapping): What :func:`differences` returned.
+        source (str): The one that is used, 'config' or 'checkpoint'. Defaults to 'config'.
+
+    Returns:
+        str: One line, or several with a table: field, value by the config, by the checkpoint.
+    """
+    if not found:
+        return f'The {split} split is preprocessed as the config and the checkpoint both say.'
+    rows = [('field', *SOURCES)]
+    rows += [(name, *map(repr, values)) for name, values in found.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    other = CHECKPOINT if source == CONFIG else CONFIG
+    return '\n'.join(
+        [
+            f'The {split} split: the config says another preprocessing than the checkpoint.',
+            *(f'  {line}' for line in table),
+            f"The {source}'s is used; to use the {other}'s, say `--preprocess-from {other}`.",
+        ]
+    )
+
+
+def choose_preprocessing(
+    runner: Any, checkpoint: str | Path | Mapping, split: str = 'test', source: str = CONFIG
+) -> dict[str, tuple[Any, Any]]:
+    """Choose between the preprocessing of a runner's config and that of a checkpoint.
+
+    Logs which is used, as a warning that shows both where they differ.
+
+    Args:
+        runner (Runner): The runner, before the split's loop is run. The loop is built if it is
+            not yet.
+        checkpoint (str | Path | Mapping): A checkpoint's file, or what was loaded from one.
+        split (str): The split that is about to run. Defaults to 'test'.
+        source (str): 'config', or 'checkpoint' to replace the split's effective preprocessor.
+            Defaults to 'config'.
+
+    Returns:
+        dict[str, tuple]: The fields that differ, see :func:`differences`; none if the source is
+        the config and the checkpoint holds no record.
+
+    Raises:
+        ValueError: The source is another word; or it is 'checkpoint', and the checkpoint holds no
+            record, or the model has no data preprocessor.
+    """
+    if source not in SOURCES:
+        raise ValueError(f'preprocess-from={source!r}: write {" or ".join(map(repr, SOURCES))}')
+    preprocessor = _attached(runner, split)
+    if preprocessor is None:
+        if source == CONFIG:
+            return {}
+        raise ValueError(
+            "preprocess-from='checkpoint': the model has no data preprocessor to replace; write "
+            "`model.data_preprocessor=dict(type='PrefetchDataPreprocessor')` in the config"
+        )
+    if source == CONFIG and not _records(checkpoint):
+        _say(f'The {split} split is preprocessed as the config says; the checkpoint says nothing.')
+        return {}
+    recorded_split, record = read_record(checkpoint, split)
+    ours = preprocessor.bindings[split]
+    if source == CHECKPOINT:
+        binding, module = _build(recorded_split, record)
+        found = differences(ours, record, type(module))
+        preprocessor.bind(split, module)
+        preprocessor.bindings[split] = replace(binding, split=split)
+    else:
+        found = differences(ours, record, type(preprocessor.of_split(split)))
+    _say(describe(split, found, source), logging.WARNING if found else logging.INFO)
+    return found
+
+
+def _records(checkpoint: str | Path | Mapping) -> Mapping:
+    if not isinstance(checkpoint, Mapping):
+        if '://' in str(checkpoint):
+            checkpoint = CheckpointLoader.load_checkpoint(str(checkpoint), map_location='cpu')
+        else:
+            checkpoint = torch.load(checkpoint, map_location='cpu', weights_only=True)
+    return (checkpoint.get('meta') or {}).get(RECORD_KEY) or {}
+
+
+def _say(message: str, level: int = logging.INFO) -> None:
+    print_log(message, logger='current', level=level)
+
+
+def _attached(runner: Any, split: str) -> PrefetchDataPreprocessor | None:
+    loop = getattr(runner, f'{split}_loop')
+    for module in runner.model.modules():
+        if isinstance(module, PrefetchDataPreprocessor) and split in module.bindings:
+            return module
+    # A loop of mmengine's binds nothing, and does not say which split it runs.
+    preprocessor, _ = attach(runner, split, loop.dataloader)
+    if preprocessor is not None:
+        preprocessor.split = split
+    return preprocessor
+
+
+def _build(split: str, record: Mapping) -> tuple[Binding, nn.Module]:
+    cls = _find(record['type'])
+    source = FieldSource(f"checkpoint['meta']['{RECORD_KEY}']['{split}']", _fields(record))
+    binding = resolve(split, cls, [source])
+    return binding, build(cls, binding.fields)
+
+
+def _fields(record: Mapping) -> dict:
+    return {name: value for name, value in record.items() if name not in NOT_FIELDS}
+
+
+def _find(name: str) -> type[nn.Module]:
+    cls = find_class(MODELS, name)
+    if cls is None:
+        known = (registry.module_dict.get(name) for registry in _tree(MODELS))
+        cls = next(filter(None, known), None)
+    # The name comes from a file: it must not get any other callable called.
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        found = 'is not registered here' if cls is None else 'is not a module of torch'
+        package = name.partition('.')[0] if '.' in name else 'the package that defines it'
+        raise ValueError(
+            f"checkpoint['meta']['{RECORD_KEY}']: type={name!r} {found}. Install and import "
+            f'{package} before the checkpoint is read'
+        )
+    return cls
+
+
+def _tree(registry: Registry) -> Iterator[Registry]:
+    yield registry
+    for child in registry.children.values():
+        yield from _tree(child)

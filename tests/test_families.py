@@ -1,0 +1,392 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""What a declaration says of a class, and what becomes of a class without one."""
+
+import copy
+import threading
+import warnings
+
+import emulated
+import pytest
+import torch
+import toys
+from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
+from mmengine.registry import MODELS
+from test_streams import batches, wrapped
+
+from mmprefetch import PrefetchDataPreprocessor
+from mmprefetch.families import (
+    Family,
+    FusedFamily,
+    ImgFamily,
+    StandInFamily,
+    SuperFamily,
+    cast,
+    family_of,
+    fused,
+    passes,
+    register_family,
+    registry,
+)
+from mmprefetch.families.mmdet import MultiBranchFamily
+
+IMG = {key: value for key, value in toys.IMG.items() if key != 'type'}
+
+
+@MODELS.register_module(force=True)
+class Extends(ImgDataPreprocessor):
+    """Calls mmengine's forward, does something pure, then something that draws."""
+
+    def __init__(self, mix=None, **kwargs):
+        super().__init__(**kwargs)
+        self.mix = mix
+        self.threads = []
+
+    def forward(self, data, training=False):
+        sizes = [tuple(image.shape[-2:]) for image in data['inputs']]
+        data = super().forward(data, training)
+        self.threads.append(threading.current_thread().name)
+        for sample, size in zip(data['data_samples'], sizes, strict=True):
+            sample.set_metainfo(dict(size=size, training=training))
+            sample.double = sample.label * 2
+        if training and self.mix is not None:
+            data['inputs'] = self.mix(data['inputs'])
+        return data
+
+
+class ExtendsFamily(SuperFamily):
+    augments = 'mix'
+
+
+register_family(Extends, ExtendsFamily())
+
+
+def noise(images):
+    return images * torch.rand(len(images), 1, 1, 1)
+
+
+@MODELS.register_module(force=True)
+class Own(BaseDataPreprocessor):
+    """Normalises by itself, and writes into the samples of the raw batch."""
+
+    def __init__(self, mean, std, to_rgb=False):
+        super().__init__()
+        self.register_buffer('mean', torch.tensor(mean).view(-1, 1, 1), False)
+        self.register_buffer('std', torch.tensor(std).view(-1, 1, 1), False)
+        self._enable_normalize = True
+        self.to_rgb = to_rgb
+
+    def forward(self, data, training=False):
+        images = self.cast_data(data['inputs'])
+        if self.to_rgb:
+            images = images.flip(1)
+        images = images.float()
+        if self._enable_normalize:
+            images = (images - self.mean) / self.std
+        for sample in data['data_samples']:
+            sample.label = sample.label.to(self.device) + 1
+            sample.set_metainfo(dict(seen=training))
+        return dict(images=images, data_samples=data['data_samples'])
+
+
+class OwnFamily(FusedFamily):
+    off = dict(to_rgb=False, _enable_normalize=False)
+    writes = True
+
+    def pixels(self, preprocessor, data, training):
+        return fused(preprocessor, data['inputs'], reverse=preprocessor.to_rgb)
+
+
+register_family(Own, OwnFamily())
+
+
+def batch(stacked=False):
+    items = [toys.ToyImages(ragged=not stacked)[index] for index in range(3)]
+    images = [item['inputs'] for item in items]
+    return dict(
+        inputs=torch.stack(images) if stacked else images,
+        data_samples=[item['data_samples'] for item in items],
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The dtypes of the batches that the fused pass was given."""
+    given = []
+    original = passes.normalize_batch
+
+    def count(images, *args, **kwargs):
+        given.append(images[0].dtype)
+        return original(images, *args, **kwargs)
+
+    monkeypatch.setattr(passes, 'normalize_batch', count)
+    return given
+
+
+def ahead(wrapper, raw, training=True):
+    """Begin a batch and let the work end before the batch is asked for."""
+    wrapper.prefetch(raw, training)
+    wrapper._runtime.stream(wrapper.device).submit(int).wait(lambda _: ())
+
+
+# -- where the parts run ---------------------------------------------------------------------
+
+
+def test_the_rest_of_a_known_class_runs_ahead(counted):
+    raw, twin = batch(), batch()
+    expected = Extends(**IMG)(raw, True)
+    wrapper = PrefetchDataPreprocessor(wraps='Extends', **IMG)
+    ahead(wrapper, twin)
+    assert toys.same(wrapper(twin, True), expected)
+    wrapper.close()
+    assert counted == [torch.uint8]
+    assert len(wrapper.threads) == 1 and wrapper.threads[0] != threading.main_thread().name
+
+
+def test_what_draws_runs_when_due():
+    raw, twin = batch(), batch()
+    torch.manual_seed(3)
+    expected = [Extends(mix=noise, **IMG)(copy.deepcopy(raw), flag) for flag in (True, False)]
+    wrapper = PrefetchDataPreprocessor(wraps='Extends', mix=noise, **IMG)
+    torch.manual_seed(3)
+    for flag, result in zip((True, False), expected, strict=True):
+        raw = copy.deepcopy(twin)
+        ahead(wrapper, raw, flag)
+        assert toys.same(raw, twin)
+        assert toys.same(wrapper(raw, flag), result)
+    wrapper.close()
+    name = threading.main_thread().name
+    assert [thread == name for thread in wrapper.threads] == [True, False]
+
+
+def test_another_flag_than_expected_means_doing_it_again():
+    raw = batch()
+    wrapper = PrefetchDataPreprocessor(wraps='Extends', **IMG)
+    ahead(wrapper, raw, False)
+    samples = wrapper(raw, True)['data_samples']
+    wrapper.close()
+    assert [sample.training for sample in samples] == [True] * 3
+
+
+def test_what_the_flag_does_not_change_is_kept(counted):
+    raw = batch()
+    wrapper = PrefetchDataPreprocessor(**IMG)
+    ahead(wrapper, raw, False)
+    wrapper(raw, True)
+    wrapper.close()
+    assert len(counted) == 1
+
+
+def test_the_raw_batch_changes_when_due_as_the_class_changes_it(counted):
+    fields = dict(mean=[120.0, 110.0, 100.0], std=[60.0, 50.0, 40.0], to_rgb=True)
+    stock, raw = batch(stacked=True), batch(stacked=True)
+    expected = Own(**fields)(stock, True)
+    wrapper = PrefetchDataPreprocessor(wraps='Own', **fields)
+    ahead(wrapper, raw)
+    assert toys.same(raw, batch(stacked=True))
+    result = wrapper(raw, True)
+    assert result['data_samples'] is raw['data_samples']
+    assert toys.same(result, expected) and toys.same(raw, stock)
+    assert raw['data_samples'][0].metainfo['seen'] is True
+    # Once more, at once: what was written is what the class finds.
+    assert toys.same(wrapper(raw, True), Own(**fields)(stock, True)) and toys.same(raw, stock)
+    wrapper.close()
+    assert counted == [torch.uint8] * 2
+
+
+def test_input_that_the_pass_does_not_take_is_for_the_class(counted):
+    def mixed():
+        raw = batch()
+        raw['inputs'][1] = raw['inputs'][1].float()
+        return raw
+
+    wrapper = PrefetchDataPreprocessor(wraps='Extends', **IMG)
+    raw = mixed()
+    ahead(wrapper, raw)
+    assert toys.same(wrapper(raw, True), Extends(**IMG)(mixed(), True))
+    assert toys.same(wrapper(raw, True), Extends(**IMG)(mixed(), True))
+    wrapper.close()
+    assert counted == []
+
+
+def test_a_class_whose_attributes_are_others_is_run_as_it_is(counted):
+    module = Extends(**IMG)
+    del module.pad_value
+
+    def forward(data, training=False):
+        return 'of another version'
+
+    module.forward = forward
+    wrapper = PrefetchDataPreprocessor.around(module)
+    raw = batch()
+    ahead(wrapper, raw)
+    assert wrapper(raw, True) == wrapper(raw, True) == 'of another version'
+    wrapper.close()
+    assert counted == []
+
+
+@MODELS.register_module(force=True)
+class Pads(BaseDataPreprocessor):
+    """Pads images and maps in one place."""
+
+    def __init__(self, augments=None):
+        super().__init__()
+        self._enable_normalize = False
+        self.augments = augments
+
+    def forward(self, data, training=False):
+        data = self.cast_data(data)
+        images = [image.float() for image in data['inputs']]
+        height, width = (max(image.shape[dim] for image in images) for dim in (1, 2))
+        padded = []
+        for image, sample in zip(images, data['data_samples'], strict=True):
+            pad = (0, width - image.shape[2], 0, height - image.shape[1])
+            padded.append(torch.nn.functional.pad(image, pad))
+            sample.map = torch.nn.functional.pad(torch.ones(image.shape[-2:]), pad, value=9)
+        images = torch.stack(padded)
+        if self.augments is not None:
+            images = self.augments(images)
+        return dict(inputs=images, data_samples=data['data_samples'])
+
+
+class PadsFamily(StandInFamily):
+    off = dict(_enable_normalize=False, cast_data=lambda data: data)
+    augments = 'augments'
+
+    def is_pure(self, preprocessor, training):
+        return preprocessor.augments is None
+
+    def pixels(self, preprocessor, data, training):
+        return fused(preprocessor, data['inputs'], reverse=False)
+
+
+register_family(Pads, PadsFamily())
+
+
+@pytest.mark.parametrize('augments', [None, noise])
+def test_images_without_channels_stand_in_for_the_pixels(counted, augments):
+    raw = batch()
+    torch.manual_seed(2)
+    expected = Pads(augments)(batch(), True)
+    torch.manual_seed(2)
+    wrapper = PrefetchDataPreprocessor(wraps='Pads', augments=augments)
+    ahead(wrapper, raw)
+    assert toys.same(wrapper(raw, True), expected)
+    wrapper.close()
+    assert counted == [torch.uint8]
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_on_an_accelerator_both_parts_are_in_order(monkeypatch, seed):
+    raw = batches()
+    stock = Extends(**IMG)
+    expected = [stock(copy.deepcopy(one), True) for one in raw]
+    device = emulated.Device(seed)
+    wrapper = wrapped(monkeypatch, device, 'Extends', mix=lambda images: images * 1, **IMG)
+    results = []
+    with device:
+        for index, one in enumerate(raw):
+            # Alternately with its forward ahead, and with its forward when due.
+            training = bool(index % 2)
+            wrapper.prefetch(one, training, 'train', wrapper.stage(one, 'train', 2))
+            out = wrapper(one, training)
+            doubles = torch.stack([sample.double for sample in out['data_samples']])
+            results.append((out['inputs'] + 0, doubles))
+    device.synchronize()
+    for (images, doubles), right in zip(results, expected, strict=True):
+        assert torch.equal(images, right['inputs'])
+        assert doubles.tolist() == [sample.double.item() for sample in right['data_samples']]
+    assert emulated.races(device) == []
+
+
+# -- which class is declared -----------------------------------------------------------------
+
+
+def test_a_subclass_inherits_a_declaration_if_it_overrides_nothing():
+    family = family_of(ImgDataPreprocessor)
+    made_otherwise = type('Sub', (ImgDataPreprocessor,), dict(__init__=lambda self: None, own=1))
+    assert family_of(made_otherwise) is family
+    assert family_of(type('SubSub', (made_otherwise,), {})) is family
+    for name in ('forward', 'cast_data', 'device', '__call__'):
+        assert family_of(type('Sub', (ImgDataPreprocessor,), {name: None})) is None
+    mixin = type('Mixin', (), dict(cast_data=None))
+    assert family_of(type('Sub', (ImgDataPreprocessor, mixin), {})) is None
+    assert family_of(type('Sub', (mixin, ImgDataPreprocessor), {})) is None
+
+
+def test_a_name_holds_for_its_package_only():
+    class Named(BaseDataPreprocessor):
+        def forward(self, data, training=False):
+            return data
+
+    assert family_of(Named) is None
+    family = ImgFamily()
+    register_family('Named', family, package='elsewhere')
+    assert family_of(Named) is None
+    register_family('Named', family, package=Named.__module__.split('.')[0])
+    assert family_of(Named) is family
+    with pytest.raises(ValueError, match="package='mmdet'"):
+        register_family('Named', family)
+
+
+@pytest.mark.parametrize('kind', ['unknown', 'known', 'safe'])
+def test_one_line_says_that_a_class_is_not_fused(monkeypatch, kind):
+    said = []
+    monkeypatch.setattr(registry, 'print_log', lambda text, **kwargs: said.append(text))
+    base = ImgDataPreprocessor if kind == 'known' else toys.RandomPreprocessor
+    cls = type('Fresh', (base,), {})
+    for _ in range(2):
+        if kind == 'safe':
+            PrefetchDataPreprocessor(wraps=cls, prefetch_safe=True)
+        else:
+            PrefetchDataPreprocessor(wraps=cls)
+    assert len(said) == (kind == 'unknown')
+    assert all('Fresh is not fused' in text for text in said)
+
+
+def test_fields_reach_an_inner_preprocessor():
+    assert Family.inner_field is None
+    assert MultiBranchFamily.inner_field == 'data_preprocessor'
+
+
+# -- what is said of constants ---------------------------------------------------------------
+
+
+def test_a_std_of_zero_is_found_when_the_preprocessor_is_built():
+    for family, cls in ((ImgFamily(), ImgDataPreprocessor), (OwnFamily(), Own)):
+        with pytest.raises(ValueError, match=r'std\[1\] is 0'):
+            family.make(cls, dict(mean=[1.0, 2.0, 3.0], std=[1.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize('dtype, count', [(torch.uint8, 1), (torch.float32, 0)])
+def test_a_mean_within_one_beside_whole_numbers(dtype, count):
+    wrapper = PrefetchDataPreprocessor(mean=[0.5, 0.4, 0.3], std=[0.2, 0.2, 0.2])
+    raw = dict(inputs=[torch.ones(3, 2, 2, dtype=dtype)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for _ in range(3):
+            wrapper(raw)
+    assert len(caught) == count
+    assert all('0..1' in str(warning.message) for warning in caught)
+
+
+# -- the transfer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'inputs',
+    [
+        [torch.ones(3, 2, 2), torch.ones(3, 4, 2)],
+        (torch.ones(3, 2, 2), torch.ones(3, 4, 2)),
+        torch.ones(2, 3, 2, 2),
+        [],
+        [torch.ones(1), None, 'text'],
+        dict(a=[torch.ones(1)]),
+    ],
+)
+def test_cast_does_what_cast_data_does(inputs):
+    preprocessor = BaseDataPreprocessor()
+    raw = dict(first=1, inputs=inputs, data_samples=[toys.ToyImages()[0]['data_samples']])
+    made = cast(preprocessor, raw)
+    assert toys.same(made, preprocessor.cast_data(raw)) and list(made) == list(raw)
+    assert made is not raw and (made['inputs'] is not inputs or isinstance(inputs, torch.Tensor))
+    assert cast(preprocessor, inputs) is not None

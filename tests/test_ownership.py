@@ -1,0 +1,69 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""A batch that is loaded early gets memory of its own, and is otherwise the same."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import toys
+from hypothesis import given, settings
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+from test_staging import Boxes, batches
+
+from mmprefetch.ownership import own_memory
+
+
+@settings(deadline=None, max_examples=200)
+@given(batches)
+def test_same_types_and_values(batch):
+    before = copy.deepcopy(batch)
+    owned = own_memory(batch)
+    assert type(owned) is type(batch)
+    assert toys.same(owned, before) and toys.same(batch, before)
+
+
+def test_nothing_is_shared():
+    tensor, array = torch.zeros(2, 3).t(), np.zeros(3)
+    batch = dict(a=[tensor], b=(array,), c=Boxes(tensor), d=torch.nn.Parameter(torch.zeros(2)))
+    owned = own_memory(batch)
+    tensor.fill_(1)
+    array.fill(1)
+    assert owned['a'][0].sum() == owned['b'][0].sum() == owned['c'].tensor.sum() == 0
+    assert owned['a'][0].stride() == tensor.stride()
+    assert owned['d'].requires_grad
+
+
+@DATASETS.register_module(force=True)
+class OneBuffer(toys.ToyImages):
+    """Every item is a view of one buffer."""
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs, ragged=False)
+        self.buffer = torch.zeros(3, 6, 7, dtype=torch.uint8)
+        if kind == 'numpy':  # what is written through it does not show in the tensor's version
+            self.writer = self.buffer.numpy()
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if hasattr(self, 'writer'):
+            self.writer[:] = item['inputs'].numpy()
+        else:
+            self.buffer.copy_(item['inputs'])
+        return dict(item, inputs=self.buffer)
+
+
+@pytest.mark.parametrize('preprocessor', [toys.IMG, None, dict(type='RandomPreprocessor')])
+@pytest.mark.parametrize('kind', ['numpy', 'torch'])
+def test_a_dataset_that_reuses_its_buffer(tmp_path, kind, preprocessor):
+    cfg = toys.config(tmp_path / 'a', batch_size=1, preprocessor=preprocessor)
+    for split in ('train', 'val'):
+        cfg[f'{split}_dataloader']['dataset'] = dict(type='OneBuffer', kind=kind)
+    stock = toys.run(Config(cfg))
+    for depth in (1, 3):
+        cfg['work_dir'] = str(tmp_path / f'{depth}')
+        run = toys.run(toys.prefetching(cfg, depth))
+        toys.assert_same_run(stock, run)
+        seen = [[then for _, then, _ in record.raw] for _, record in (stock, run)]
+        assert toys.same(*seen)

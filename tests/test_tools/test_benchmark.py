@@ -1,0 +1,149 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The tools that measure: what they run and print, and that a bound not met is an error."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import benchmark
+import benchmark_engine
+import benchmark_overlap
+import draw_timeline
+import gpu_check_compare
+import pytest
+import torch
+from toys import same
+
+SHORT = ('--steps', 1, '--depths', 2, '--rounds', 2, '--iterations', 20)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What takes its time on purpose takes less of it."""
+    monkeypatch.setattr(benchmark_overlap, 'SLOW', 2)
+    monkeypatch.setattr(benchmark_overlap, 'FAST', 1)
+    monkeypatch.setattr(benchmark_overlap, 'WARM_UP', 1)
+
+
+def bounds(monkeypatch, value):
+    monkeypatch.setattr(benchmark_overlap, 'OVERLAP_BOUND', value)
+    for name in ('COST_BOUND_MS', 'COST_BOUND_RATIO', 'MEMORY_BOUND'):
+        monkeypatch.setattr(benchmark_engine, name, value)
+
+
+def test_engine_prints_command_machine_and_all_tables(call_main, capsys, monkeypatch):
+    bounds(monkeypatch, float('inf'))
+    assert call_main(benchmark, 'engine', *SHORT) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith('command: python tools/benchmark.py engine --steps 1 --depths 2')
+    assert f'torch {torch.__version__}' in printed
+    for loop in ('stock', 'stock, w=1', 'depth 2'):
+        assert len(re.findall(rf'^ +\d+ +\d+ +\d+ +{loop} +\d+\.\d', printed, re.M)) == 3
+    for name in ('host', 'accelerator'):
+        assert re.search(rf'^begin \+ collect, {name} +\d', printed, re.M)
+        assert re.search(rf'^{name} +\d', printed, re.M)
+    assert printed.endswith('all bounds are met\n') and 'ABOVE' not in printed
+
+
+def test_a_bound_not_met_is_an_error(call_main, capsys, monkeypatch):
+    bounds(monkeypatch, 0)
+    assert call_main(benchmark, 'engine', *SHORT) == 1
+    printed = capsys.readouterr().out
+    assert printed.count('ABOVE 0.000') == 3 + 2 + 2
+    assert printed.endswith('not all bounds are met: see ABOVE\n')
+
+
+def test_engine_refuses_nothing_to_do(call_main, capsys):
+    with pytest.raises(SystemExit):
+        call_main(benchmark, 'engine', '--iterations', 0)
+    assert '--iterations must be at least 1, got 0' in capsys.readouterr().err
+
+
+def test_preprocess_is_the_other_part(call_main, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setitem(benchmark.PARTS, 'preprocess', asked.append)
+    assert call_main(benchmark, 'preprocess', '--rounds', 1) == 0
+    assert asked == [['--rounds', '1']]
+
+
+def test_what_the_cost_is_measured_on():
+    batch = benchmark_engine.batch_of_samples()
+    assert len(batch['inputs']) == len(batch['data_samples']) == 64
+    for sample in batch['data_samples']:
+        tensors = [*sample.values(), *sample.instances.values()]
+        assert sum(isinstance(value, torch.Tensor) for value in tensors) == 5
+
+
+def test_runs_of_the_overlap_hold_every_batch_in_order():
+    times = dict(load=1, preprocess=1, step=1)
+    for depth, workers in ((None, 0), (2, 1)):
+        spans = benchmark_overlap.train(times, 4, depth, workers)
+        assert [len(kind) for kind in spans.values()] == [4, 4, 4]
+        for load, preprocess, step in zip(*spans.values(), strict=True):
+            assert load[0] < load[1] <= preprocess[0] < preprocess[1] <= step[0] < step[1]
+
+
+def test_timeline_draws_both_runs(tmp_path, capsys):
+    out = tmp_path / 'docs' / 'timeline.svg'
+    options = ('--load', 2, '--preprocess', 2, '--step', 4, '--batches', 3)
+    assert draw_timeline.main([str(each) for each in ('--out', out, *options)]) == 0
+    tree = ElementTree.fromstring(out.read_text())
+    namespace = {'svg': 'http://www.w3.org/2000/svg'}
+    texts = [text.text for text in tree.iterfind('svg:text', namespace)]
+    for batch in range(3):
+        assert texts.count(str(batch)) == 2 * 3
+    for row, count in (('main thread', 2), ('side stream', 1), ('loader thread', 1)):
+        assert texts.count(row) == count
+    assert texts[-1].startswith('Drawn by: python tools/draw_timeline.py --out')
+
+
+def test_waits_are_what_is_left_between_steps():
+    steps = [
+        draw_timeline.Block('step', 0, (0.5, 1.0)),
+        draw_timeline.Block('step', 1, (1.001, 2.0)),
+        draw_timeline.Block('step', 2, (2.5, 3.0)),
+    ]
+    found = [(batch, span) for _, batch, span in draw_timeline.waits(steps)]
+    assert found == [(0, (0.0, 0.5)), (2, (2.0, 2.5))]
+
+
+def test_gpu_comparison_without_a_gpu(call_main, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert call_main(gpu_check_compare) == 2
+    assert 'finds no CUDA device' in capsys.readouterr().out
+
+
+def test_contenders_of_the_gpu_comparison_prepare_the_same():
+    cpu = torch.device('cpu')
+    for work in (
+        gpu_check_compare.classification(cpu, small=True, stacked=True),
+        gpu_check_compare.detection(cpu, small=True),
+    ):
+        gpu_check_compare.check_equal(work, cpu)
+        for begin in gpu_check_compare.contenders(work, cpu).values():
+            batches = list(begin(gpu_check_compare.Source(work.batches, 5))[0])
+            assert len(batches) == 5
+            for index, batch in enumerate(batches):
+                raw = work.batches[index % 2]
+                assert same(batch['data_samples'], raw['data_samples'])
+
+
+def test_models_of_the_gpu_comparison_learn_from_all_they_are_given():
+    cpu = torch.device('cpu')
+    work = gpu_check_compare.detection(cpu, small=True)
+    trainer = gpu_check_compare.Trainer(work, cpu, amp=False)
+    begin = gpu_check_compare.contenders(work, cpu)['stock']
+    losses = [
+        trainer.step(batch).item() for batch in begin(gpu_check_compare.Source(work.batches, 4))[0]
+    ]
+    assert len(set(losses)) == 4
+    parameters = sum(p.numel() for p in gpu_check_compare.resnet50(1000).parameters())
+    assert parameters == 25_557_032
+
+
+def test_gpu_check_says_what_it_needs(run_script, tmp_path):
+    done = run_script('gpu_check.sh', tmp_path / 'none')
+    assert done.returncode == 64 and 'is not a folder' in done.stderr
+    done = run_script('gpu_check.sh', '--unknown')
+    assert done.returncode == 64 and done.stderr.startswith('usage: ')
+    done = run_script('gpu_check.sh', CUDA_VISIBLE_DEVICES='')
+    assert done.returncode == 2 and 'no CUDA device' in done.stderr

@@ -1,0 +1,112 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Whatever a hook changes about a batch is noticed."""
+
+import pytest
+import torch
+import toys
+from mmengine.hooks import Hook
+from mmengine.model import BaseDataPreprocessor
+from mmengine.registry import HOOKS, MODELS
+from mmengine.structures import BaseDataElement, InstanceData
+from test_staging import Boxes
+
+from mmprefetch.watch import Watch
+
+
+def batch():
+    sample = BaseDataElement(metainfo=dict(path='a'))
+    sample.gt = InstanceData(labels=torch.zeros(2))
+    sample.boxes = Boxes(torch.zeros(2, 4))
+    sample.text = 'x'
+    return dict(
+        inputs=dict(sup=[torch.zeros(2)], unsup=(torch.zeros(2), [torch.zeros(1)])),
+        data_samples=[sample],
+        extra=None,
+    )
+
+
+CHANGES = [
+    lambda b: b['inputs']['sup'][0].add_(1),
+    lambda b: b['inputs']['sup'].__setitem__(0, torch.zeros(2)),
+    lambda b: b['inputs']['sup'].append(torch.zeros(2)),
+    lambda b: b['inputs']['unsup'][1][0].zero_(),
+    lambda b: b.pop('extra'),
+    lambda b: b.__setitem__('new', None),
+    lambda b: b.__setitem__('other', b.pop('extra')),
+    lambda b: b.__setitem__('extra', 3),
+    lambda b: b['data_samples'][0].gt.labels.fill_(1),
+    lambda b: b['data_samples'][0].boxes.tensor.fill_(1),
+    lambda b: setattr(b['data_samples'][0].boxes, 'tensor', torch.zeros(2, 4)),
+    lambda b: setattr(b['data_samples'][0], 'text', 'y'),
+    lambda b: setattr(b['data_samples'][0], 'added', 1),
+    lambda b: b['data_samples'][0].set_metainfo(dict(path='b')),
+    lambda b: b['data_samples'].clear(),
+]
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_every_change_is_noticed(change):
+    raw = batch()
+    watch = Watch(raw)
+    assert not watch.changed()
+    change(raw)
+    assert watch.changed()
+
+
+def test_reading_is_no_change():
+    raw = batch()
+    watch = Watch(raw)
+    raw['data_samples'][0].gt[0]
+    (raw['inputs']['sup'][0] + 1).add_(1)
+    raw['data_samples'][0].to('cpu')
+    with torch.inference_mode():
+        Watch(dict(inputs=torch.zeros(1)))
+    assert not watch.changed()
+
+
+@MODELS.register_module(force=True)
+class NestedPreprocessor(BaseDataPreprocessor):
+    def forward(self, data, training=False):
+        data = self.cast_data(data)
+        images = [image.float()[:, :6, :7] / 255 for image in data['inputs']['images']]
+        return dict(inputs=torch.stack(images), data_samples=data['data_samples'])
+
+
+@HOOKS.register_module(force=True)
+class ChangesDeeply(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        data_batch['inputs']['images'][0].mul_(0)
+        data_batch['data_samples'][1].label = torch.tensor(0)
+        data_batch['data_samples'][2].label.fill_(1)
+
+
+def nested_collate(items):
+    return dict(
+        inputs=dict(images=[item['inputs'] for item in items]),
+        data_samples=[item['data_samples'] for item in items],
+    )
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('safe', [False, True])
+def test_a_hook_that_changes_the_batch_deep_inside_counts(tmp_path, safe, workers):
+    changes = [dict(type='ChangesDeeply')]
+    runs = []
+    for hooks, prefetch in ((changes, False), (changes, True), ([], False)):
+        cfg = toys.config(
+            tmp_path / f'{len(runs)}',
+            batch_size=7,
+            workers=workers,
+            hooks=hooks,
+            preprocessor=dict(type='NestedPreprocessor'),
+            val=False,
+        )
+        cfg['train_dataloader']['collate_fn'] = nested_collate
+        if prefetch and safe:
+            cfg['model']['data_preprocessor'] = dict(
+                type='PrefetchDataPreprocessor', wraps='NestedPreprocessor', prefetch_safe=True
+            )
+        runs.append(toys.run(toys.prefetching(cfg) if prefetch else cfg))
+        runs[-1][1].raw.clear()
+    toys.assert_same_run(*runs[:2])
+    assert runs[0][1].losses != runs[2][1].losses
