@@ -194,7 +194,7 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
 
         work = stream.submit(prepare)
         if packed is not None and packed.slot is not None:
-            runtime.ring(split, 0).mark(packed.slot, work.synchronize)
+            runtime.ring(split, 0).mark(packed.slot, work.barrier())
         runtime.add(Ticket(batch, staged.watch, split, training, work, ambient, runtime.generation))
 
     def discard(self, batch: Any) -> bool:

@@ -13,6 +13,7 @@ from .binding import table
 from .data_preprocessor import PrefetchDataPreprocessor
 from .restore import RECORD_KEY, type_name
 
+
 @HOOKS.register_module()
 class PrefetchHook(Hook):
     """Begins work on the next batches at the right moment, and records what they went through.

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .ownership import own_memory
 
 
 @dataclass
@@ -18,7 +20,69 @@ class Loaded:
 
     batch: Any = None
     staged: Any = None
+    begun: bool = False
     error: BaseException | None = None
+
+
+class Preparation:
+    """What a batch goes through between the dataloader and the model.
+
+    Leads back to neither the pass nor its dataloader, so that a loader thread that holds it keeps
+    neither alive.
+
+    Args:
+        preprocessor (Preprocessor): Stages batches and begins work on them.
+        split (str): 'train', 'val' or 'test'.
+        depth (int): Batches that may be in flight at a time.
+        own (bool): Give each batch memory of its own.
+        early (bool): Begin work as soon as a batch is loaded, on the thread that loaded it.
+    """
+
+    def __init__(self, preprocessor: Any, split: str, depth: int, own: bool, early: bool) -> None:
+        self._preprocessor = preprocessor
+        self._split = split
+        self._depth = depth
+        self._own = own
+        self.early = early
+        self.active = True
+
+    def load(self, batch: Any) -> Loaded:
+        """Make a batch ready for its transfer.
+
+        Args:
+            batch (Any): A batch as it came from the dataloader.
+
+        Returns:
+            Loaded: What is going to be handed out.
+        """
+        if self._own:
+            batch = own_memory(batch)
+        loaded = Loaded(batch, self._preprocessor.stage(batch, self._split, self._depth))
+        if self.early:
+            self.begin(loaded)
+        return loaded
+
+    def begin(self, loaded: Loaded) -> None:
+        """Begin work on a batch, unless that was done, or look-ahead has been switched off.
+
+        Args:
+            loaded (Loaded): From :meth:`load`.
+        """
+        if self.active and not loaded.begun and loaded.error is None:
+            self._preprocessor.prefetch(
+                loaded.batch, self._split == 'train', self._split, loaded.staged
+            )
+            loaded.begun = True
+            loaded.staged = None  # it holds what is delivered, which is the model's from now on
+
+    def drop(self, loaded: Loaded) -> None:
+        """Drop the work begun on a batch.
+
+        Args:
+            loaded (Loaded): From :meth:`load`.
+        """
+        if loaded.begun:
+            self._preprocessor.discard(loaded.batch)
 
 
 class InlineSource:
@@ -26,10 +90,10 @@ class InlineSource:
     and may draw from the global random generators."""
 
     def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Loaded], depth: int, limit: int | None
+        self, iterator: Iterator, preparation: Preparation, depth: int, limit: int | None
     ) -> None:
         self._iterator = iterator
-        self._stage = stage
+        self._preparation = preparation
 
     def take(self, wait: bool) -> Loaded:
         """Load the next batch.
@@ -41,12 +105,13 @@ class InlineSource:
             Loaded: A batch or an error; StopIteration at the end.
         """
         try:
-            return self._stage(next(self._iterator))
+            return self._preparation.load(next(self._iterator))
         except Exception as error:  # raised again where the batch is due
             return Loaded(error=error)
 
-    def close(self) -> None:
-        """Nothing runs beside the calling thread."""
+    def close(self) -> list[Loaded]:
+        """list: Nothing runs beside the calling thread, nothing lies ready."""
+        return []
 
 
 class LoaderThread:
@@ -54,16 +119,16 @@ class LoaderThread:
 
     Args:
         iterator (Iterator): The dataloader's iterator.
-        stage (Callable): Makes a :class:`Loaded` of a batch.
+        preparation (Preparation): Makes batches ready.
         depth (int): Loaded batches that may lie ready.
         limit (int | None): Batches to load in all.
     """
 
     def __init__(
-        self, iterator: Iterator, stage: Callable[[Any], Loaded], depth: int, limit: int | None
+        self, iterator: Iterator, preparation: Preparation, depth: int, limit: int | None
     ) -> None:
         self._iterator = iterator
-        self._stage = stage
+        self._preparation = preparation
         self._limit = limit
         self._device_index = _current_device_index()
         self._room = threading.Semaphore(depth)
@@ -85,7 +150,7 @@ class LoaderThread:
                 batch = next(self._iterator)
                 if self._stopped.is_set():
                     break
-                self._ready.put(self._stage(batch))
+                self._ready.put(self._preparation.load(batch))
             except BaseException as error:  # raised again where the batch is due
                 if not self._stopped.is_set():
                     self._ready.put(Loaded(error=error))
@@ -110,8 +175,12 @@ class LoaderThread:
         self._room.release()
         return loaded
 
-    def close(self) -> None:
-        """End the thread. It may be waiting for a worker process: wake it."""
+    def close(self) -> list[Loaded]:
+        """End the thread. It may be waiting for a worker process: wake it.
+
+        Returns:
+            list: What lay ready.
+        """
         self._stopped.set()
         self._room.release()
         self._thread.join(timeout=0.2)
@@ -121,6 +190,10 @@ class LoaderThread:
             # to stop and drops the error.
             results.put((-1, None))
             self._thread.join(timeout=2.0)
+        ready = []
+        while not self._ready.empty():
+            ready.append(self._ready.get())
+        return ready
 
 
 def _current_device_index() -> int | None:

@@ -11,13 +11,18 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 from mmengine.logging import print_log
 
-from .loading import InlineSource, Loaded, LoaderThread, shut_workers, told_by_workers
-from .ownership import own_memory
+from .loading import (
+    InlineSource,
+    Loaded,
+    LoaderThread,
+    Preparation,
+    shut_workers,
+    told_by_workers,
+)
 
 UNREDEEMED_LIMIT = 3
 """Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
@@ -136,12 +141,6 @@ class LookAheadLoader:
         return (_plain, (self._dataloader,))
 
 
-def _staged(batch: Any, preprocessor: Preprocessor, split: str, depth: int, own: bool) -> Loaded:
-    if own:
-        batch = own_memory(batch)
-    return Loaded(batch, preprocessor.stage(batch, split, depth))
-
-
 def _no_pass() -> None:
     return None
 
@@ -163,6 +162,7 @@ class LookAhead:
         self._preprocessor = loader._preprocessor
         self._iterator = iterator
         self._source: InlineSource | LoaderThread | None = None
+        self._preparation: Preparation | None = None
         self._begun: deque[Loaded] = deque()
         self._handed: Any = None
         self._ended = False
@@ -195,6 +195,8 @@ class LookAhead:
 
     def fill(self) -> None:
         """Begin work on batches that are loaded, up to the depth."""
+        if self._preparation is not None and self._preparation.early:
+            return  # the loader thread does, whose own bound is the depth
         while len(self._begun) < self._loader._depth and self._begin(wait=False):
             pass
 
@@ -204,16 +206,7 @@ class LookAhead:
         if self._ended or loader._left == 0:
             return False
         if self._source is None:
-            kind = LoaderThread if loader._threaded else InlineSource
-            # Nothing that leads back to this pass: its thread must not keep it alive.
-            stage = partial(
-                _staged,
-                preprocessor=self._preprocessor,
-                split=loader._split,
-                depth=loader._depth,
-                own=getattr(loader._dataloader, 'num_workers', 0) == 0,
-            )
-            self._source = kind(self._iterator, stage, max(loader._depth, 1), loader._left)
+            self._open()
         loaded = self._source.take(wait)
         if loaded is None:
             return False
@@ -224,12 +217,26 @@ class LookAhead:
             loader._left -= 1
         if loaded.error is not None:
             self._ended = True
-        elif loader._depth:
-            self._preprocessor.prefetch(
-                loaded.batch, loader._split == 'train', loader._split, loaded.staged
-            )
+        self._preparation.begin(loaded)
+        if not self._preparation.active:
+            self._preparation.drop(loaded)
         self._begun.append(loaded)
         return True
+
+    def _open(self) -> None:
+        loader = self._loader
+        self._preparation = Preparation(
+            self._preprocessor,
+            loader._split,
+            loader._depth,
+            # Without workers the dataset may hand out views of memory that its next item
+            # overwrites.
+            own=getattr(loader._dataloader, 'num_workers', 0) == 0,
+            # Where the step runs on this thread it is not here to begin work while that runs.
+            early=loader._threaded and self._preprocessor.compute_on_host,
+        )
+        kind = LoaderThread if loader._threaded else InlineSource
+        self._source = kind(self._iterator, self._preparation, max(loader._depth, 1), loader._left)
 
     def _retire(self) -> None:
         """See whether the work begun on the batch handed out last was asked for."""
@@ -242,7 +249,9 @@ class LookAhead:
         self._unredeemed += 1
         if self._unredeemed == UNREDEEMED_LIMIT:
             self._loader._depth = 0
-            self._drop()
+            self._preparation.active = False
+            for loaded in self._begun:
+                self._preparation.drop(loaded)
             print_log(
                 f'The model did not preprocess the last {UNREDEEMED_LIMIT} batches of '
                 f'{self._loader._split}_dataloader as they came from it, so work done on them '
@@ -253,22 +262,18 @@ class LookAhead:
                 level=logging.WARNING,
             )
 
-    def _drop(self) -> None:
-        for loaded in self._begun:
-            if loaded.error is None:
-                self._preprocessor.discard(loaded.batch)
-
     def close(self) -> None:
         """End the pass. Asking for a further batch then raises StopIteration."""
         self._ended = True
-        self._drop()
-        self._begun.clear()
         handed, self._handed = self._handed, None
         if handed is not None:
             self._preprocessor.discard(handed)
         source, self._source = self._source, None
         if source is not None:
-            source.close()
+            self._begun.extend(source.close())
+            for loaded in self._begun:
+                self._preparation.drop(loaded)
+        self._begun.clear()
         iterator, self._iterator = self._iterator, iter(())
         if not self._exhausted:
             shut_workers(self._loader._dataloader, iterator)

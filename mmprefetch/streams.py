@@ -44,8 +44,12 @@ class Work(ABC, Generic[T]):
         """bool: Whether the work has finished on its stream. Never blocks."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Block the calling thread until the work has finished on its stream."""
+    def barrier(self) -> Callable[[], Any]:
+        """Make a function that blocks its caller until the work has finished on its stream.
+
+        Returns:
+            Callable: The function. It does not keep alive what the work has made.
+        """
 
 
 class Stream(ABC):
@@ -89,9 +93,10 @@ class HostWork(Work[T]):
     def done(self) -> bool:
         return self._future.done()
 
-    def synchronize(self) -> None:
-        # Not `result()`: the error, if any, belongs to whoever collects the work.
-        self._future.exception()
+    def barrier(self) -> Callable[[], Any]:
+        finished = threading.Event()
+        self._future.add_done_callback(lambda _: finished.set())
+        return finished.wait
 
 
 class HostStream(Stream):
@@ -144,8 +149,8 @@ class AcceleratorWork(Work[T]):
     def done(self) -> bool:
         return self._event.query()
 
-    def synchronize(self) -> None:
-        self._event.synchronize()
+    def barrier(self) -> Callable[[], Any]:
+        return self._event.synchronize
 
 
 class AcceleratorStream(Stream):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class Runtime:
     def __init__(self) -> None:
         self.generation = 0
         self._tickets: dict[int, deque[Ticket]] = {}
+        # Work is begun by the loader thread where the step runs on the host.
+        self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._device: torch.device | None = None
         self._followed = -1
@@ -142,17 +145,19 @@ class Runtime:
 
     def add(self, ticket: Ticket) -> None:
         """Keep a ticket until its batch comes back."""
-        self._tickets.setdefault(id(ticket.batch), deque()).append(ticket)
+        with self._lock:
+            self._tickets.setdefault(id(ticket.batch), deque()).append(ticket)
 
     def take(self, batch: Any) -> Ticket | None:
         """Take the oldest ticket of a batch, if there is one."""
-        tickets = self._tickets.get(id(batch))
-        if not tickets:
-            return None
-        ticket = tickets.popleft()
-        if not tickets:
-            del self._tickets[id(batch)]
-        return ticket
+        with self._lock:
+            tickets = self._tickets.get(id(batch))
+            if not tickets:
+                return None
+            ticket = tickets.popleft()
+            if not tickets:
+                del self._tickets[id(batch)]
+            return ticket
 
     def expected_ambient(self, split: str, device: torch.device) -> Ambient:
         """The modes under which the model asked for the split's last batch."""

@@ -2,8 +2,10 @@
 """What a declaration says of a class, and what becomes of a class without one."""
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 
 import emulated
 import pytest
@@ -140,6 +142,17 @@ def test_the_rest_of_a_known_class_runs_ahead(counted):
     wrapper.close()
     assert counted == [torch.uint8]
     assert len(wrapper.threads) == 1 and wrapper.threads[0] != threading.main_thread().name
+
+
+def test_images_as_they_came_are_let_go_of_when_nothing_is_left_to_do():
+    module = Extends(**IMG)
+    data = cast(module, batch())
+    image = weakref.ref(data['inputs'][0])
+    begun = family_of(Extends).begin(module, data, True)
+    del data
+    gc.collect()
+    assert image() is None
+    assert begun['data_samples'][0].double is not None
 
 
 def test_what_draws_runs_when_due():

@@ -11,7 +11,7 @@ import torch
 import toys
 from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 
-from mmprefetch import PrefetchDataPreprocessor, lookahead, ops, tickets
+from mmprefetch import PrefetchDataPreprocessor, loading, ops, tickets
 from mmprefetch.lookahead import LookAheadLoader
 from mmprefetch.staging import PinnedRing
 from mmprefetch.streams import (
@@ -52,7 +52,7 @@ def wrapped(monkeypatch, device, wraps='ImgDataPreprocessor', **fields):
     monkeypatch.setattr(
         torch, 'empty', lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     )
-    for owner, name in ((PrefetchDataPreprocessor, 'stage'), (lookahead, '_staged')):
+    for owner, name in ((PrefetchDataPreprocessor, 'stage'), (loading.Preparation, 'load')):
         monkeypatch.setattr(owner, name, device.on_host(getattr(owner, name)))
     return PrefetchDataPreprocessor(wraps=wraps, **(fields or IMG))
 
@@ -223,7 +223,7 @@ def test_host_stream_keeps_an_error_for_whoever_waits():
         raise LookupError('lost')
 
     work = stream.submit(fail)
-    work.synchronize()
+    work.barrier()()
     assert work.done()
     with pytest.raises(LookupError, match='lost') as caught:
         work.wait(lambda value: [])

@@ -134,7 +134,7 @@ def cost(rounds: int) -> bool:
                 staged = preprocessor.stage(batch, 'train', 2)  # in the loader thread, in a run
                 begin = timed(preprocessor.prefetch, batch, True, 'train', staged)
                 # The step would be here, long enough for the host's work to finish.
-                host._runtime.stream(host.device).submit(lambda: None).synchronize()
+                host._runtime.stream(host.device).submit(lambda: None).barrier()()
                 collect = timed(preprocessor, batch, True)
                 took[name].append(tuple(map(sum, zip(begin, collect, strict=True))))
     torch.set_num_threads(before)

@@ -90,7 +90,8 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
     height, width = plan.shape[-2:]
     orders = (None, reversal(plan.shape[1]))
     # One tensor, in one of the usual orders, is described by plain arguments, without a table.
-    stacked = isinstance(plan.images, Tensor) and plan.orders is None and plan.order in orders
+    images = plan.images if isinstance(plan.images, Tensor) else _as_one(plan)
+    stacked = images is not None and plan.orders is None and plan.order in orders
     # Every image is found by its distance from the first, whichever memory it is in.
     table = first if stacked else _table(plan, first)
     grid = (triton.cdiv(frames * height * width, _BLOCK), plan.shape[0])
@@ -102,7 +103,7 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             std,
             out,
             out if mask is None else mask,
-            plan.images.stride(0) if stacked else 0,
+            images.stride(0) if stacked else 0,
             *(_layout(first) if stacked else (0,) * (_COLUMNS - 1)),
             out.stride(0),
             *_strides(out[0]),
@@ -124,6 +125,29 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             BLOCK=_BLOCK,
         )
     return out, mask
+
+
+def _as_one(plan: Plan) -> Tensor | None:
+    """One strided view of images that lie at one distance from each other, as staging packs
+    images of one size; None for others."""
+    first = plan.images[0]
+    if not plan.uniform or len(plan.images) < 2:
+        return None
+    addresses = [image.data_ptr() for image in plan.images]
+    distance = addresses[1] - addresses[0]
+    last = addresses[0] + distance * len(addresses)
+    storage, stride = first.untyped_storage().data_ptr(), first.stride()
+    if (
+        distance <= 0
+        or distance % first.itemsize
+        or addresses != list(range(addresses[0], last, distance))
+        or any(
+            image.untyped_storage().data_ptr() != storage or image.stride() != stride
+            for image in plan.images
+        )
+    ):
+        return None
+    return first.as_strided((len(addresses), *first.shape), (distance // first.itemsize, *stride))
 
 
 def _layout(image: Tensor) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ def cases():
     own = noise(2, 4), noise(2, 4) + 1
     for dtype in (torch.float16, torch.bfloat16):
         yield f'to {dtype}', (images, *own, (3, 1, 0, 2), 1, None, 0, dtype)
+    rows = noise(4, 200)[:, :105].unbind()
+    alike = [row.view(3, 5, 7) for row in rows]
+    yield 'at one distance', (alike, mean, std, (2, 1, 0), 4, None, 1, torch.float32)
+    uneven = [alike[0], alike[1], alike[3]]
+    yield 'at two distances', (uneven, mean, std, (2, 1, 0), 4, None, 1, torch.float32)
     orders = [(2, 1, 0), None]
     pair = [noise(3, *s) for s in SIZES]
     yield 'own orders', (pair, mean, std, orders, 4, None, 1, torch.float32)
