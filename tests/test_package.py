@@ -67,6 +67,7 @@ def test_public_names():
         'PrefetchValLoop',
         '__version__',
         'enable_prefetch',
+        'load_preprocessor',
     ]
     assert all(hasattr(mmprefetch, name) for name in mmprefetch.__all__)
 

@@ -101,4 +101,7 @@ def fused(
     unseen = vars(preprocessor).pop('_unseen_mean', None)
     if unseen is not None:
         warn_if_unscaled(unseen, images[0].dtype)
-    return normalize_batch(images, mean, std, channel_order=order, **options)
+    try:
+        return normalize_batch(images, mean, std, channel_order=order, **options)
+    except ValueError as error:
+        raise ValueError(f'data_preprocessor: {error}') from error

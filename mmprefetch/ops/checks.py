@@ -313,8 +313,8 @@ def _extent(
     stacked: bool,
 ) -> tuple[int, ...]:
     """Size of the result without N and C: (H, W) or (T, H, W)."""
-    if divisor != int(divisor) or divisor < 1:
-        raise ValueError(f'size_divisor: {divisor}; write a whole number of at least 1')
+    if isinstance(divisor, str) or divisor != int(divisor) or divisor < 1:
+        raise ValueError(f'size_divisor: {divisor!r}; write a whole number of at least 1')
     divisor = int(divisor)
     largest = tuple(map(max, zip(*(shape[1:] for shape in distinct), strict=True)))
     if size is None:
