@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from .binding import (
     FieldSource,
     effective,
     merge_parts,
+    reverses_channels,
     same,
     split_dataloader,
 )
 from .config import dropped_top_level_fields, is_prefetching, preprocessor_sources
 from .data_preprocessor import PrefetchDataPreprocessor, build, find_wrapped
+from .families import family_of
+from .mixed import PartConstants
 
 SPLITS = ('train', 'val', 'test')
 
@@ -128,12 +132,13 @@ def _bind(
             preprocessor.bindings[split] = _unchecked(split, cls, sources[0])
             return
     binding, of_parts = merge_parts(split, cls, sources, parts)
-    _refuse_mixed(cls, of_parts)
     preprocessor.bindings[split] = binding
     if not preprocessor.opted_in:
         preprocessor.bind(split, _rebound(preprocessor, cls, binding.fields))
     elif cls is not type(preprocessor.wrapped) or binding.fields != preprocessor.fields:
         preprocessor.bind(split, build(cls, binding.fields))
+    if _differ(cls, of_parts):
+        _mix(preprocessor, split, cls, of_parts)
 
 
 def _plain_key(cfg: Any) -> str:
@@ -160,16 +165,34 @@ def _unchecked(split: str, cls: type, source: FieldSource) -> Binding:
     return Binding(split, cls.__name__, dict(source.fields), origin, {})
 
 
-def _refuse_mixed(cls: type, bindings: list[Binding]) -> None:
-    for name in ('mean', 'std', 'to_rgb', 'bgr_to_rgb', 'rgb_to_bgr'):
-        for binding in bindings[1:]:
-            values = [effective(cls, one, name) for one in (bindings[0], binding)]
-            if not same(*values):
-                raise ValueError(
-                    f'{bindings[0].part} and {binding.part} are parts of one dataset but differ '
-                    f'in `data_preprocessor.{name}`: {values[0]!r} and {values[1]!r}. Give both '
-                    'the same value.'
-                )
+def _differ(cls: type, bindings: list[Binding]) -> bool:
+    return any(
+        reverses_channels(cls, binding) != reverses_channels(cls, bindings[0])
+        or not all(
+            same(effective(cls, binding, name), effective(cls, bindings[0], name))
+            for name in ('mean', 'std')
+        )
+        for binding in bindings[1:]
+    )
+
+
+def _mix(
+    preprocessor: PrefetchDataPreprocessor, split: str, cls: type, bindings: list[Binding]
+) -> None:
+    family = family_of(cls)
+    if family is None or not family.by_sample:
+        raise ValueError(
+            f'{bindings[0].part} and other parts of {split}_dataloader.dataset differ in mean, std '
+            f'or channel order, but {cls.__name__} cannot normalise each sample with values of its '
+            'own. Give all parts the same values, or use one of the preprocessors that can, such '
+            'as ImgDataPreprocessor.'
+        )
+    means, stds = (
+        [effective(cls, binding, name) for binding in bindings] for name in ('mean', 'std')
+    )
+    reverse = [reverses_channels(cls, binding) for binding in bindings]
+    preprocessor.mix(split, PartConstants(means, stds, reverse))
+    preprocessor.bindings[split] = replace(preprocessor.bindings[split], parts=bindings)
 
 
 def _rebound(

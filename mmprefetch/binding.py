@@ -49,6 +49,8 @@ class Binding:
             had at lower precedence, lowest first. May name a field that is no longer set, as
             where ``rgb_to_bgr`` replaced ``bgr_to_rgb``.
         part (str): The config key of the dataset; empty if it holds for the whole split.
+        parts (list[Binding]): Of a split whose datasets differ in what their samples are
+            normalised with, the binding of each; else empty.
     """
 
     split: str
@@ -57,6 +59,7 @@ class Binding:
     origin: dict[str, str]
     overridden: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     part: str = ''
+    parts: list['Binding'] = field(default_factory=list)
 
 
 def resolve(split: str, cls: Callable, sources: Sequence[FieldSource]) -> Binding:

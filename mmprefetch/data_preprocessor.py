@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.registry import MODELS
 from torch import nn
@@ -13,23 +13,20 @@ from torch import nn
 from .binding import FieldSource, resolve
 from .classes import find_class, nearest, preprocessor_names
 from .families import announce, cast, family_of
+from .families.fused import twin
+from .mixed import PartConstants, SampleConstants
 from .staging import stage
 from .tickets import Result, Runtime, Staged, Ticket
 from .watch import Watch
-
-_TABLES = ('_parameters', '_buffers', '_non_persistent_buffers_set', '_modules')
+from .wrapping import WrappingPreprocessor
 
 
 @MODELS.register_module()
-class PrefetchDataPreprocessor(BaseDataPreprocessor):
+class PrefetchDataPreprocessor(WrappingPreprocessor):
     """Wraps any data preprocessor; begins its work on batches ahead of the model's step.
 
     :meth:`prefetch` begins work on a batch. A later call with that very object waits for the work
     on the compute stream, and returns its result. A batch that nobody began is processed at once.
-
-    The wrapper stands where the wrapped module stood: it shares that module's parameter, buffer
-    and submodule tables, so state dicts, devices and optimizers see no difference, and any other
-    attribute is read from, and written to, the wrapped one.
 
     Args:
         wraps (str): Registered name of the preprocessor to wrap. Defaults to
@@ -44,8 +41,9 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             fields do not fit each other.
     """
 
-    _OWN = ('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', '_wrapped', '_of_split',
-            '_runtime')  # fmt: skip
+    _OWN = WrappingPreprocessor._OWN | {
+        *('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', '_mixed', '_runtime')
+    }
 
     def __init__(
         self, wraps: str = 'ImgDataPreprocessor', prefetch_safe: bool = False, **fields: Any
@@ -78,23 +76,11 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         self.prefetch_safe = prefetch_safe
         self.split: str | None = None
         self.bindings: dict[str, Any] = {}
-        self._of_split: dict[str, nn.Module] = {}
+        self._mixed: dict[str, PartConstants] = {}
         self._runtime = Runtime()
         self._wrap(wrapped)
         if not prefetch_safe:
             announce(wrapped)
-
-    def _wrap(self, module: nn.Module) -> None:
-        # In a dict, since a module held as an attribute would be registered as a submodule.
-        self._wrapped = {'module': module}
-        for table in _TABLES:
-            self.__dict__[table] = module.__dict__[table]
-        self.__dict__['training'] = module.training
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """nn.Module: The wrapped preprocessor, as the model's config describes it."""
-        return self._wrapped['module']
 
     def _split_now(self, training: bool) -> str | None:
         """The split that a batch belongs to which nobody began. Outside of any loop, for example
@@ -104,28 +90,25 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         likely = ('train',) if training else ('test', 'val', 'train')
         return next((split for split in likely if split in self.bindings), None)
 
-    def of_split(self, split: str | None) -> nn.Module:
-        """The effective preprocessor of a split.
-
-        Args:
-            split (str | None): 'train', 'val' or 'test'.
-
-        Returns:
-            nn.Module: The wrapped preprocessor where the split has none of its own.
-        """
-        return self._of_split.get(split, self.wrapped)
-
-    def bind(self, split: str, module: nn.Module) -> None:
-        """Give a split an effective preprocessor of its own.
+    def is_mixed(self, split: str) -> bool:
+        """Whether the datasets of a split differ in what their samples are normalised with.
 
         Args:
             split (str): 'train', 'val' or 'test'.
-            module (nn.Module): The preprocessor.
+
+        Returns:
+            bool: Whether they do.
         """
-        if isinstance(module, BaseDataPreprocessor):
-            module._device = self.device
-        self._of_split[split] = module.to(self.device)
-        self._runtime.change()
+        return split in self._mixed
+
+    def mix(self, split: str, constants: PartConstants) -> None:
+        """Let each sample of a split be normalised with what its own dataset says.
+
+        Args:
+            split (str): 'train', 'val' or 'test'.
+            constants (PartConstants): What each of the split's datasets says.
+        """
+        self._mixed[split] = constants
 
     # -- look-ahead ---------------------------------------------------------------------------
 
@@ -134,21 +117,28 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         """bool: Whether the model's step runs on the calling thread."""
         return self._runtime.stream(self.device).compute_on_host
 
-    def stage(self, batch: Any, split: str, depth: int) -> Staged:
+    def stage(
+        self, batch: Any, split: str, depth: int, parts: Sequence[int] | None = None
+    ) -> Staged:
         """Make a batch ready for its transfer, on the thread that loaded it.
 
         Args:
             batch (Any): A batch from the dataloader.
             split (str): The split it belongs to.
             depth (int): Batches that may be in flight at a time.
+            parts (Sequence[int], optional): Of a mixed dataset, the part that each sample is from.
 
         Returns:
             Staged: To be given to :meth:`prefetch`.
         """
         staged = Staged(Watch(batch))
+        if parts is not None:
+            staged.samples = self._mixed[split].of(parts)
         # A module that is no preprocessor of mmengine's kind may want its input on the host.
         if not self.compute_on_host and isinstance(self.of_split(split), BaseDataPreprocessor):
-            staged.packed = stage(batch, self.device, self._runtime.ring(split, depth + 2))
+            ring = self._runtime.ring(split, depth + 2)
+            constants = None if staged.samples is None else staged.samples.values
+            staged.packed = stage((batch, constants), self.device, ring)
         return staged
 
     def prefetch(
@@ -167,7 +157,7 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         device = self.device
         runtime = self._runtime
         staged = staged or Staged(Watch(batch))
-        packed = staged.packed
+        packed, samples = staged.packed, staged.samples
         ambient = None
         if family is None and self.prefetch_safe:
             ambient = runtime.expected_ambient(split, device)
@@ -176,7 +166,9 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
 
         def prepare() -> Result:
             if packed is not None:
-                moved, blocks = packed.deliver(device)
+                (moved, constants), blocks = packed.deliver(device)
+                if samples is not None:
+                    samples.values = constants
             elif family is not None or ambient is not None:
                 # Containers of its own, so that what a forward puts into them does not show in
                 # the caller's batch before that is due.
@@ -184,7 +176,7 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             else:
                 moved, blocks = batch, []
             if family is not None:
-                begun = family.begin(module, moved, training)
+                begun = family.begin(_with_samples(module, samples), moved, training)
                 return Result(begun, blocks, family.made(begun))
             if ambient is not None:
                 with ambient.applied():
@@ -195,7 +187,19 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         work = stream.submit(prepare)
         if packed is not None and packed.slot is not None:
             runtime.ring(split, 0).mark(packed.slot, work.barrier())
-        runtime.add(Ticket(batch, staged.watch, split, training, work, ambient, runtime.generation))
+        runtime.add(
+            Ticket(batch, staged.watch, split, training, work, ambient, runtime.generation, samples)
+        )
+
+    def remember(self, batch: Any, split: str, staged: Staged) -> None:
+        """Keep what was noted of a batch, to be used when the model asks for it.
+
+        Args:
+            batch (Any): A batch from the dataloader.
+            split (str): Whose effective preprocessor is used.
+            staged (Staged): What :meth:`stage` returned for the batch.
+        """
+        self._runtime.add(Ticket(batch, staged.watch, split, False, None, None, -1, staged.samples))
 
     def discard(self, batch: Any) -> bool:
         """Drop the work begun on a batch.
@@ -226,8 +230,16 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
         """
         ticket = self._runtime.take(data)
         if ticket is None:
-            return self._process(self.of_split(self._split_now(training)), data, training)
-        module = self.of_split(ticket.split)
+            split = self._split_now(training)
+            if split in self._mixed:
+                raise ValueError(
+                    f'{split}_dataloader holds datasets that differ in mean, std or channel order, '
+                    f'so its batches have to come through a prefetch loop: write '
+                    f"`{split}_cfg.type='Prefetch{split.capitalize()}Loop'` (for training "
+                    "'PrefetchLoop')."
+                )
+            return self._process(self.of_split(split), data, training)
+        module = _with_samples(self.of_split(ticket.split), ticket.samples)
         if ticket.generation != self._runtime.generation or ticket.watch.changed():
             return self._process(module, data, training)
         family = family_of(type(module))
@@ -249,76 +261,15 @@ class PrefetchDataPreprocessor(BaseDataPreprocessor):
             return module(data, training)
         return family.run(module, data, training)
 
-    # -- standing in for the wrapped module -----------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """torch.device: Where the wrapped module's tensors are; some model wrappers move these
-        without telling the preprocessor. Without any tensor, the device it was told."""
-        for tensor in self._buffers.values():
-            if tensor is not None:
-                return tensor.device
-        return getattr(self.wrapped, '_device', torch.device('cpu'))
-
-    def _modules_held(self) -> list[nn.Module]:
-        held = {id(module): module for module in (self.wrapped, *self._of_split.values())}
-        return list(held.values())
-
-    def __getattr__(self, name: str) -> Any:
-        if name in PrefetchDataPreprocessor._OWN:  # not set yet, as while unpickling
-            raise AttributeError(name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.wrapped, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in PrefetchDataPreprocessor._OWN or name in _TABLES or '_runtime' not in vars(self):
-            super().__setattr__(name, value)
-            return
-        for module in self._modules_held():
-            setattr(module, name, value)
-        if name == 'training':
-            self.__dict__['training'] = value
-        elif name != '_device':
-            self._runtime.change()
-
-    def __delattr__(self, name: str) -> None:
-        if name in PrefetchDataPreprocessor._OWN:
-            super().__delattr__(name)
-            return
-        for module in self._modules_held():
-            delattr(module, name)
+    def _changed(self) -> None:
         self._runtime.change()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> PrefetchDataPreprocessor:
-        super()._apply(fn, recurse)
-        for module in self._modules_held():
-            if module is not self.wrapped:
-                module._apply(fn, recurse)
-        self._runtime.change()
-        return self
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        self.wrapped._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.wrapped._load_from_state_dict(*args, **kwargs)
-        self._runtime.change()
-
-    def cast_data(self, data: Any) -> Any:
-        """Move a batch to the device as the wrapped preprocessor does.
-
-        Args:
-            data (Any): A batch.
-
-        Returns:
-            Any: The batch on the device.
-        """
-        return self.wrapped.cast_data(data)
 
     def extra_repr(self) -> str:
         return f'wraps={type(self.wrapped).__name__}, fields={self.fields}'
+
+
+def _with_samples(module: nn.Module, samples: SampleConstants | None) -> nn.Module:
+    return module if samples is None else twin(module, {'_samples': samples})
 
 
 def find_wrapped(name: Any, scope: str | None = None) -> type[nn.Module]:

@@ -32,7 +32,11 @@ class PrefetchHook(Hook):
         """Log the effective fields of each split, and where each came from."""
         preprocessor = find_preprocessor(runner)
         if preprocessor is not None and preprocessor.bindings:
-            bindings = [preprocessor.bindings[split] for split in sorted(preprocessor.bindings)]
+            bindings = [
+                shown
+                for _, binding in sorted(preprocessor.bindings.items())
+                for shown in (binding.parts or [binding])
+            ]
             runner.logger.info(f'Preprocessing of each split:\n{table(bindings)}')
 
     def before_train(self, runner: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +37,25 @@ class Preparation:
         depth (int): Batches that may be in flight at a time.
         own (bool): Give each batch memory of its own.
         early (bool): Begin work as soon as a batch is loaded, on the thread that loaded it.
+        parts (deque, optional): Of a mixed dataset, the parts of each batch's samples.
     """
 
-    def __init__(self, preprocessor: Any, split: str, depth: int, own: bool, early: bool) -> None:
+    def __init__(
+        self,
+        preprocessor: Any,
+        split: str,
+        depth: int,
+        own: bool,
+        early: bool,
+        parts: deque[list[int]] | None = None,
+    ) -> None:
         self._preprocessor = preprocessor
         self._split = split
         self._depth = depth
         self._own = own
         self.early = early
-        self.active = True
+        self._parts = parts
+        self.active = depth > 0
 
     def load(self, batch: Any) -> Loaded:
         """Make a batch ready for its transfer.
@@ -57,18 +68,24 @@ class Preparation:
         """
         if self._own:
             batch = own_memory(batch)
-        loaded = Loaded(batch, self._preprocessor.stage(batch, self._split, self._depth))
+        parts = None if self._parts is None else self._parts.popleft()
+        loaded = Loaded(batch, self._preprocessor.stage(batch, self._split, self._depth, parts))
         if self.early:
             self.begin(loaded)
         return loaded
 
     def begin(self, loaded: Loaded) -> None:
-        """Begin work on a batch, unless that was done, or look-ahead has been switched off.
+        """Begin work on a batch, unless that was done, or look-ahead has been switched off: of
+        a mixed dataset's batch the preprocessor is then only told what its samples are.
 
         Args:
             loaded (Loaded): From :meth:`load`.
         """
-        if self.active and not loaded.begun and loaded.error is None:
+        if loaded.begun or loaded.error is not None:
+            return
+        if not self.active and self._parts is not None:
+            self._preprocessor.remember(loaded.batch, self._split, loaded.staged)
+        elif self.active:
             self._preprocessor.prefetch(
                 loaded.batch, self._split == 'train', self._split, loaded.staged
             )

@@ -23,6 +23,7 @@ from .loading import (
     shut_workers,
     told_by_workers,
 )
+from .mixed import PartRecorder
 
 UNREDEEMED_LIMIT = 3
 """Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
@@ -31,8 +32,11 @@ UNREDEEMED_LIMIT = 3
 class Preprocessor(Protocol):
     """What the look-ahead asks of a preprocessor."""
 
-    def stage(self, batch: Any, split: str, depth: int) -> Any:
+    def stage(self, batch: Any, split: str, depth: int, parts: list[int] | None) -> Any:
         """Make a batch ready for its transfer, on the thread that loaded it."""
+
+    def remember(self, batch: Any, split: str, staged: Any) -> None:
+        """Keep what was noted of a batch on which no work is begun."""
 
     def prefetch(self, batch: Any, training: bool, split: str, staged: Any) -> None:
         """Begin work on a batch. Must neither block nor raise what the batch is to blame for."""
@@ -62,10 +66,11 @@ class LookAheadLoader:
         loader_thread (bool): Load in a thread of its own where the dataloader has worker
             processes. Turn it off for a sampler that draws from a global random generator at
             every index.
+        recorder (PartRecorder, optional): Of a mixed dataset, tells the parts of each batch.
     """
 
-    _OWN = ('_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_skip', '_left',
-            '_current')  # fmt: skip
+    _OWN = frozenset({'_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_recorder',
+                      '_skip', '_left', '_current'})  # fmt: skip
 
     def __init__(
         self,
@@ -74,12 +79,14 @@ class LookAheadLoader:
         split: str,
         depth: int,
         loader_thread: bool = True,
+        recorder: PartRecorder | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._preprocessor = preprocessor
         self._split = split
         self._depth = depth if preprocessor is not None else 0
         self._threaded = loader_thread and getattr(dataloader, 'num_workers', 0) > 0
+        self._recorder = recorder
         self._skip = 0
         self._left: int | None = None
         # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
@@ -106,10 +113,13 @@ class LookAheadLoader:
     def __iter__(self) -> Iterator:
         # Made here and now, as a plain loop would: it draws from the global random generator
         # and may start worker processes.
-        iterator = iter(self._dataloader)
-        if self._depth == 0:
+        if self._recorder is not None:
+            iterator, parts = self._recorder.iterate(self._dataloader)
+        else:
+            iterator, parts = iter(self._dataloader), None
+        if self._depth == 0 and parts is None:
             return iterator
-        current = LookAhead(self, iterator)
+        current = LookAhead(self, iterator, parts)
         self._current = weakref.ref(current)
         return current
 
@@ -155,12 +165,19 @@ class LookAhead:
     Args:
         loader (LookAheadLoader): Holds the settings, which outlive the pass.
         iterator (Iterator): The dataloader's own iterator.
+        parts (deque, optional): Of a mixed dataset, the parts of each batch's samples.
     """
 
-    def __init__(self, loader: LookAheadLoader, iterator: Iterator) -> None:
+    def __init__(
+        self,
+        loader: LookAheadLoader,
+        iterator: Iterator,
+        parts: deque[list[int]] | None = None,
+    ) -> None:
         self._loader = loader
         self._preprocessor = loader._preprocessor
         self._iterator = iterator
+        self._parts = parts
         self._source: InlineSource | LoaderThread | None = None
         self._preparation: Preparation | None = None
         self._begun: deque[Loaded] = deque()
@@ -177,6 +194,8 @@ class LookAhead:
         if loader._skip > 0:
             skipped = next(self._iterator)
             loader._skip -= 1
+            if self._parts is not None:
+                self._parts.popleft()
             return skipped
         self._retire()
         if not self._begun:
@@ -234,6 +253,7 @@ class LookAhead:
             own=getattr(loader._dataloader, 'num_workers', 0) == 0,
             # Where the step runs on this thread it is not here to begin work while that runs.
             early=loader._threaded and self._preprocessor.compute_on_host,
+            parts=self._parts,
         )
         kind = LoaderThread if loader._threaded else InlineSource
         self._source = kind(self._iterator, self._preparation, max(loader._depth, 1), loader._left)

@@ -16,6 +16,7 @@ from .attach import attach
 from .classes import nearest
 from .hooks import put_first
 from .lookahead import LookAheadLoader
+from .mixed import PartRecorder
 
 
 class _LookAheadLoop:
@@ -63,7 +64,12 @@ def _looking_ahead(
     BaseLoop.__init__(loop, runner, dataloader)
     _refuse_empty(loop.dataloader, split)
     put_first(runner)
-    return LookAheadLoader(loop.dataloader, preprocessor, split, prefetch_depth, loader_thread)
+    recorder = None
+    if preprocessor is not None and preprocessor.is_mixed(split):
+        recorder = PartRecorder(loop.dataloader, split)
+    return LookAheadLoader(
+        loop.dataloader, preprocessor, split, prefetch_depth, loader_thread, recorder
+    )
 
 
 def _refuse_empty(dataloader: DataLoader, split: str) -> None:

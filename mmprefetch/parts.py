@@ -178,11 +178,9 @@ def _read(node, key, holder, around) -> list[DatasetPart]:
     own = getattr(node, KEY, None)
     bound = _source(own, f'{key}.{KEY}') if isinstance(own, Mapping) else None
     outer = around.inward(key, _class_names(type(node)), bound=bound)
-    inner = _inner(getattr(node, 'dataset', None), getattr(node, 'datasets', None))
     parts = [
         part
-        for name, item in inner
-        if not isinstance(item, dict)
+        for name, item in inner_datasets(node)
         for part in _read(item, f'{key}.{name}', holder, outer)
     ]
     if parts:
@@ -201,6 +199,19 @@ def _inner(dataset: Any, datasets: Any) -> list[tuple[str, Any]]:
     if isinstance(datasets, list | tuple) and all(map(_is_dataset, datasets)):
         found += [(f'datasets.{index}', item) for index, item in enumerate(datasets)]
     return found
+
+
+def inner_datasets(dataset: Any) -> list[tuple[str, Any]]:
+    """Name the built datasets inside a built wrapper.
+
+    Args:
+        dataset (Any): A built dataset.
+
+    Returns:
+        list: ``(key, dataset)`` in the order of :func:`read_parts`; empty for a leaf.
+    """
+    inner = _inner(getattr(dataset, 'dataset', None), getattr(dataset, 'datasets', None))
+    return [(name, item) for name, item in inner if not isinstance(item, dict)]
 
 
 def _is_dataset(value: Any) -> bool:

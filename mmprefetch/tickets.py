@@ -13,6 +13,7 @@ import torch
 from mmengine.structures import BaseDataElement
 
 from .ambient import Ambient
+from .mixed import SampleConstants
 from .staging import PinnedRing, StagedBatch
 from .streams import Stream, Work, stream_for
 from .watch import Watch
@@ -67,10 +68,12 @@ class Staged:
         watch (Watch): Notices when someone changes the batch.
         packed (StagedBatch | None): Its tensors in a staging buffer; None where nothing has to be
             copied.
+        samples (SampleConstants | None): Of a mixed dataset, what each sample is normalised with.
     """
 
     watch: Watch
     packed: StagedBatch | None = None
+    samples: SampleConstants | None = None
 
 
 @dataclass
@@ -82,18 +85,20 @@ class Ticket:
         watch (Watch): Notices when someone changes it, so that the work is out of date.
         split (str): Whose effective preprocessor was used.
         training (bool): The flag it was begun with.
-        work (Work): The work.
+        work (Work | None): The work; None: nothing was begun, but its samples are known.
         ambient (Ambient | None): The modes that a user's forward ran under.
         generation (int): The state of the preprocessor's fields that it was begun with.
+        samples (SampleConstants | None): Of a mixed dataset, what each sample is normalised with.
     """
 
     batch: Any
     watch: Watch
     split: str
     training: bool
-    work: Work[Result]
+    work: Work[Result] | None
     ambient: Ambient | None
     generation: int
+    samples: SampleConstants | None = None
 
 
 class Runtime:

@@ -48,7 +48,7 @@ class Recording:
         self.redeem = redeem
         self.open, self.begun, self.most, self.threads = [], [], 0, set()
 
-    def stage(self, batch, split, depth):
+    def stage(self, batch, split, depth, parts=None):
         self.threads.add(threading.current_thread().name)
         return None
 

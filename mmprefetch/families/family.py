@@ -25,6 +25,8 @@ class Family:
 
     #: Pairs of fields that hold values to subtract and to divide by.
     constants: Sequence[tuple[str, str]] = (('mean', 'std'),)
+    #: Whether the fused pass can normalise each sample of a batch with constants of its own.
+    by_sample = False
     #: Whether ``begin`` makes the same of a batch whatever ``training`` says.
     trains_alike = False
     #: The field that holds the config of the preprocessor of the images where the class has one

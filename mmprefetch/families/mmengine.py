@@ -56,6 +56,7 @@ class ImgFamily(AnyChannels, FusedFamily):
     """:class:`ImgDataPreprocessor`."""
 
     trains_alike = True
+    by_sample = True
     needs = ('_enable_normalize', '_channel_conversion', 'pad_size_divisor', 'pad_value')
 
     def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Tensor | None:

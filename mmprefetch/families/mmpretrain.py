@@ -16,6 +16,8 @@ from .registry import register_family
 class ClsFamily(FusedFamily):
     """``ClsDataPreprocessor``: label packing and one-hot scores; mixup and its like when due."""
 
+    by_sample = True
+
     off = dict(to_rgb=False, _enable_normalize=False, pad_size_divisor=1)
     needs = ('pad_value',)
     augments = 'batch_augments'

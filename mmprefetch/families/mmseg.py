@@ -14,6 +14,8 @@ from .stand_in import StandInFamily
 class SegFamily(StandInFamily):
     """``SegDataPreProcessor``: pads the label maps with the images, writes the metainfo."""
 
+    by_sample = True
+
     off = dict(channel_conversion=False, _enable_normalize=False, cast_data=unchanged)
     needs = ('size', 'size_divisor', 'pad_val', 'test_cfg')
     augments = 'batch_augments'

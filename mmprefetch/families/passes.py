@@ -82,6 +82,9 @@ def fused(
         ValueError: The images do not fit the constants or each other.
     """
     channels = channels_of(images, dims)
+    samples = getattr(preprocessor, '_samples', None)
+    if samples is not None:
+        return _by_sample(samples, images, channels, options)
     if channels is None:
         return None
     mean = std = None
@@ -101,6 +104,24 @@ def fused(
     unseen = vars(preprocessor).pop('_unseen_mean', None)
     if unseen is not None:
         warn_if_unscaled(unseen, images[0].dtype)
+    return _normalize(images, mean, std, order, options)
+
+
+def _by_sample(samples: Any, images: Any, channels: int | None, options: dict) -> Tensor:
+    if channels is None or len(images) != len(samples):
+        raise ValueError(
+            'data_preprocessor: the datasets of this split differ in mean, std or channel order, '
+            f'but its batch of {len(samples)} samples came as {type(images).__name__} of '
+            f'{len(images)} that the fused pass does not take; collate images of one dtype and '
+            'number of channels, one for each sample and in their order'
+        )
+    order = reversal(channels)
+    mean, std = samples.values.to(images[0].device)
+    orders = [order if reverse else None for reverse in samples.reverse]
+    return _normalize(images, mean, std, orders, options)
+
+
+def _normalize(images: Any, mean: Any, std: Any, order: Any, options: dict) -> Tensor:
     try:
         return normalize_batch(images, mean, std, channel_order=order, **options)
     except ValueError as error:
