@@ -9,9 +9,9 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from .binding import table
+from .binding import Binding, table
 from .data_preprocessor import PrefetchDataPreprocessor
-from .restore import RECORD_KEY, type_name
+from .restore import PARTS_KEY, RECORD_KEY, type_name
 
 
 @HOOKS.register_module()
@@ -79,6 +79,7 @@ class PrefetchHook(Hook):
                 split: {
                     'type': type_name(type(preprocessor.of_split(split))),
                     **copy.deepcopy(binding.fields),
+                    **_parts(binding),
                 }
                 for split, binding in preprocessor.bindings.items()
             }
@@ -93,6 +94,12 @@ class PrefetchHook(Hook):
         preprocessor = find_preprocessor(runner)
         if preprocessor is not None and self._splits:
             preprocessor.split = self._splits.pop()
+
+
+def _parts(binding: Binding) -> dict:
+    if not binding.parts:
+        return {}
+    return {PARTS_KEY: {part.part: copy.deepcopy(part.fields) for part in binding.parts}}
 
 
 def find_preprocessor(runner: Any) -> PrefetchDataPreprocessor | None:

@@ -31,13 +31,16 @@ from .binding import (
 from .classes import find_class
 from .data_preprocessor import PrefetchDataPreprocessor, build
 
+PARTS_KEY = 'parts'
 RECORD_KEY = 'data_preprocessor'
 # A split that the checkpoint knows nothing of is taken to be like the next one.
 SPLITS = ('test', 'val', 'train')
 CONFIG, CHECKPOINT = SOURCES = ('config', 'checkpoint')
 
 
-def load_preprocessor(checkpoint: str | Path | Mapping, split: str = 'test') -> nn.Module:
+def load_preprocessor(
+    checkpoint: str | Path | Mapping, split: str = 'test', part: str | None = None
+) -> nn.Module:
     """Rebuild the preprocessor that a checkpoint records, without dataset or training config.
 
     Where the checkpoint has no record of the split, the next of test, val and train is taken, and
@@ -46,6 +49,8 @@ def load_preprocessor(checkpoint: str | Path | Mapping, split: str = 'test') -> 
     Args:
         checkpoint (str | Path | Mapping): A checkpoint's file, or what was loaded from one.
         split (str): 'test', 'val' or 'train'. Defaults to 'test'.
+        part (str, optional): The config key of one of its datasets, needed where these differ in
+            mean, std or channel order.
 
     Returns:
         nn.Module: An object of the recorded class, on the CPU. Where that class could not reverse
@@ -54,9 +59,20 @@ def load_preprocessor(checkpoint: str | Path | Mapping, split: str = 'test') -> 
 
     Raises:
         ValueError: The checkpoint holds no record, or the split is unknown, or the recorded class
-            is not registered here, or the recorded fields do not fit it.
+            is not registered here, or the recorded fields do not fit it; or the split's datasets
+            differ, and ``part`` names none of them.
     """
-    binding, module = _build(*read_record(checkpoint, split))
+    split, record = read_record(checkpoint, split)
+    parts = record.pop(PARTS_KEY, None)
+    if part is not None or parts:
+        if part not in (parts or {}):
+            known = ', '.join(parts) if parts else 'none: its datasets agree'
+            raise ValueError(
+                f'part={part!r} is none of the datasets of the {split} split that differ in what '
+                f'they are normalised with; write one of these: {known}'
+            )
+        record.update(parts[part])
+    binding, module = _build(split, record)
     if getattr(module, '_any_channels', False) and reverses_channels(type(module), binding):
         mean = binding.fields.get('mean')
         if mean is None or len(mean) != 3:
@@ -228,6 +244,15 @@ def choose_preprocessing(
         return {}
     recorded_split, record = read_record(checkpoint, split)
     ours = preprocessor.bindings[split]
+    if ours.parts or PARTS_KEY in record:
+        if source == CHECKPOINT:
+            raise ValueError(
+                f"preprocess-from='checkpoint': datasets of the {split} split differ in what they "
+                'are normalised with, in the config or in the checkpoint; only the config can say '
+                "which sample is which, so write preprocess-from='config'"
+            )
+        _say(f'The {split} split is preprocessed as the config says, each sample by its dataset.')
+        return {}
     if source == CHECKPOINT:
         binding, module = _build(recorded_split, record)
         found = differences(ours, record, type(module))

@@ -10,6 +10,7 @@ from mmengine.model import ImgDataPreprocessor
 from mmengine.registry import DATASETS, MODELS
 from torch.utils.data import Subset
 
+from mmprefetch import load_preprocessor
 from mmprefetch.hooks import find_preprocessor
 from mmprefetch.mixed import part_finder
 
@@ -151,6 +152,19 @@ def test_every_part_is_in_the_table(tmp_path, caplog):
     for key in ('datasets.0.dataset', 'datasets.1.datasets.0', 'datasets.1.datasets.1.dataset'):
         assert f'train (train_dataloader.dataset.{key})' in text
     assert find_preprocessor(runner).is_mixed('train')
+
+
+def test_checkpoints_know_every_part(tmp_path):
+    toys.run(toys.prefetching(config(tmp_path, True, OURS)))
+    path = str(tmp_path / 'epoch_2.pth')
+    with pytest.raises(ValueError, match=r'part=None.*datasets\.1\.datasets\.0'):
+        load_preprocessor(path, 'train')
+    image = torch.arange(48, dtype=torch.uint8).view(3, 4, 4)
+    for number, key in enumerate(('0.dataset', '1.datasets.0', '1.datasets.1.dataset')):
+        made = load_preprocessor(path, 'train', part=f'train_dataloader.dataset.datasets.{key}')
+        expected = ImgDataPreprocessor(**VALUES[number], pad_size_divisor=4)
+        batch = dict(inputs=[image])
+        assert torch.equal(made(dict(batch))['inputs'], expected(dict(batch))['inputs'])
 
 
 def test_the_stock_loop_cannot_run_a_mixed_split(tmp_path):
