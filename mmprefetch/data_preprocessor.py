@@ -12,9 +12,10 @@ from torch import nn
 
 from .binding import FieldSource, resolve
 from .classes import find_class, nearest, preprocessor_names
-from .families import announce, cast, family_of
+from .families import Family, announce, cast, family_of
 from .families.fused import twin
 from .mixed import PartConstants, SampleConstants
+from .ownership import own_memory
 from .staging import stage
 from .tickets import Result, Runtime, Staged, Ticket
 from .watch import Watch
@@ -153,7 +154,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             staged (Staged, optional): What :meth:`stage` returned for the batch.
         """
         module = self.of_split(split)
-        family = family_of(type(module))
+        family = _family(module)
         device = self.device
         runtime = self._runtime
         staged = staged or Staged(Watch(batch))
@@ -161,22 +162,29 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         ambient = None
         if family is None and self.prefetch_safe:
             ambient = runtime.expected_ambient(split, device)
+        # Before the work is begun: a field may change at any time from here on.
+        # A mere transfer does not depend on them.
+        generation = None if family is None and ambient is None else runtime.check(module)
         stream = runtime.stream(device)
         runtime.follow(stream)
 
         def prepare() -> Result:
+            own = samples
             if packed is not None:
                 (moved, constants), blocks = packed.deliver(device)
-                if samples is not None:
-                    samples.values = constants
-            elif family is not None or ambient is not None:
-                # Containers of its own, so that what a forward puts into them does not show in
-                # the caller's batch before that is due.
+                if own is not None:
+                    own = SampleConstants(constants, own.reverse)
+            elif family is not None:
+                # Containers of its own, so that what is put into them does not show in the
+                # caller's batch before that is due.
                 moved, blocks = cast(BaseDataPreprocessor(), batch), []
+            elif ambient is not None:
+                # Memory of its own as well: a user's forward may work in place.
+                moved, blocks = own_memory(batch), []
             else:
                 moved, blocks = batch, []
             if family is not None:
-                begun = family.begin(_with_samples(module, samples), moved, training)
+                begun = family.begin(_with_samples(module, own), moved, training)
                 return Result(begun, blocks, family.made(begun))
             if ambient is not None:
                 with ambient.applied():
@@ -188,7 +196,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         if packed is not None and packed.slot is not None:
             runtime.ring(split, 0).mark(packed.slot, work.barrier())
         runtime.add(
-            Ticket(batch, staged.watch, split, training, work, ambient, runtime.generation, samples)
+            Ticket(batch, staged.watch, split, training, work, family, ambient, generation, samples)
         )
 
     def remember(self, batch: Any, split: str, staged: Staged) -> None:
@@ -199,7 +207,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             split (str): Whose effective preprocessor is used.
             staged (Staged): What :meth:`stage` returned for the batch.
         """
-        self._runtime.add(Ticket(batch, staged.watch, split, False, None, None, -1, staged.samples))
+        self._runtime.add(Ticket(batch, staged.watch, split, samples=staged.samples))
 
     def discard(self, batch: Any) -> bool:
         """Drop the work begun on a batch.
@@ -240,9 +248,14 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
                 )
             return self._process(self.of_split(split), data, training)
         module = _with_samples(self.of_split(ticket.split), ticket.samples)
-        if ticket.generation != self._runtime.generation or ticket.watch.changed():
+        family = _family(module)
+        if (
+            ticket.work is None
+            or ticket.family is not family
+            or ticket.watch.changed()
+            or ticket.generation not in (None, self._runtime.check(self.of_split(ticket.split)))
+        ):
             return self._process(module, data, training)
-        family = family_of(type(module))
         if family is not None and ticket.training != training and not family.trains_alike:
             return self._process(module, data, training)
         result = ticket.work.wait(Result.used)
@@ -256,7 +269,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         return module(result.value, training)
 
     def _process(self, module: nn.Module, data: Any, training: bool) -> Any:
-        family = family_of(type(module))
+        family = _family(module)
         if family is None:
             return module(data, training)
         return family.run(module, data, training)
@@ -266,6 +279,11 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
 
     def extra_repr(self) -> str:
         return f'wraps={type(self.wrapped).__name__}, fields={self.fields}'
+
+
+def _family(module: nn.Module) -> Family | None:
+    """What is known of a preprocessor; nothing where someone has replaced its forward."""
+    return None if 'forward' in vars(module) else family_of(type(module))
 
 
 def _with_samples(module: nn.Module, samples: SampleConstants | None) -> nn.Module:

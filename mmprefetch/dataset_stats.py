@@ -85,8 +85,12 @@ class DatasetStatistics:
             str: One line of Python, without line end.
         """
         fields = [f'{name}={values!r}' for name, values in self.measured().items()]
-        if self.reversed_by:
-            fields.append(f'{self.reversed_by}=True')
+        # That channels stay as they are is said too: the model may reverse them.
+        order = self.reversed_by or next(
+            (name for name in CHANNEL_ORDER if name in self.fields), ''
+        )
+        if order:
+            fields.append(f'{order}={bool(self.reversed_by)}')
         return f'data_preprocessor=dict({", ".join(fields)})'
 
     def _ordered(self, values: Sequence) -> list[float]:

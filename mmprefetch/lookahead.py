@@ -70,7 +70,7 @@ class LookAheadLoader:
     """
 
     _OWN = frozenset({'_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_recorder',
-                      '_skip', '_left', '_current'})  # fmt: skip
+                      '_skip', '_left', '_current', '_passes'})  # fmt: skip
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class LookAheadLoader:
         self._left: int | None = None
         # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
         self._current: Callable[[], LookAhead | None] = _no_pass
+        self._passes: weakref.WeakSet[LookAhead] = weakref.WeakSet()
 
     @property
     def __class__(self) -> type:
@@ -120,6 +121,7 @@ class LookAheadLoader:
         if self._depth == 0 and parts is None:
             return iterator
         current = LookAhead(self, iterator, parts)
+        self._passes.add(current)
         self._current = weakref.ref(current)
         return current
 
@@ -141,8 +143,7 @@ class LookAheadLoader:
 
     def close(self) -> None:
         """End the look-ahead: its threads, its workers, and work that nobody asked for."""
-        current = self._current()
-        if current is not None:
+        for current in list(self._passes):
             current.close()
         if self._preprocessor is not None:
             self._preprocessor.close()
@@ -198,6 +199,10 @@ class LookAhead:
                 self._parts.popleft()
             return skipped
         self._retire()
+        if not self._begun and loader._left == 0 and not self._ended:
+            # More is asked for than was planned, as when a hook lets the training go on.
+            loader._left = None
+            self._source = None
         if not self._begun:
             self._begin(wait=True)
         if not self._begun:
@@ -205,6 +210,8 @@ class LookAhead:
         loader._current = weakref.ref(self)
         due = self._begun.popleft()
         if due.error is not None:
+            # Whoever catches it may go on, as with any dataloader.
+            self._source, self._ended = None, False
             raise told_by_workers(due.error, self._iterator)
         self._handed = due.batch
         if self._preprocessor.compute_on_host:

@@ -9,14 +9,15 @@ metrics seen the batch. So each batch that is loaded early gets memory of its ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from mmengine.structures import BaseDataElement
 
-from .packing import is_ordinary, new_like
+from .packing import copy_by_to, is_ordinary, new_like
 
 
 def own_memory(batch: Any) -> Any:
@@ -33,12 +34,15 @@ def own_memory(batch: Any) -> Any:
         # Strides are kept, since they may decide which kernel works on the tensor.
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, np.ndarray):
-        return batch.copy(order='K')
-    if isinstance(batch, Mapping):
+        # An array of objects holds references, which may lead to such memory as well.
+        return copy.deepcopy(batch) if batch.dtype == object else batch.copy(order='K')
+    if isinstance(batch, MutableMapping):
         owned = copy.copy(batch)
         for key in batch:
             owned[key] = own_memory(batch[key])
         return owned
+    if isinstance(batch, Mapping):
+        return {key: own_memory(batch[key]) for key in batch}
     if isinstance(batch, list):
         owned = copy.copy(batch)
         owned[:] = map(own_memory, batch)
@@ -52,5 +56,17 @@ def own_memory(batch: Any) -> Any:
             fields[name] = own_memory(fields[name])
         return owned
     if isinstance(batch, BaseDataElement) or hasattr(batch, 'to'):
-        return copy.deepcopy(batch)
+        try:
+            return copy.deepcopy(batch)
+        except TypeError:  # it holds what cannot be copied, such as a lock
+            return copy_by_to(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return type(batch)(map(own_memory, batch))
+    if isinstance(batch, (set, frozenset)):
+        return type(batch)(map(own_memory, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        owned = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(owned, field.name, own_memory(getattr(batch, field.name)))
+        return owned
     return batch

@@ -55,7 +55,7 @@ class Skeleton:
         """
         for thing, moved, (container, key) in self.foreign:
             with _Replay([holder[0] for holder in moved], self.device):
-                container[key] = thing.to(self.device)
+                container[key] = thing.to(self.device, non_blocking=False)
         for kind, items, (container, key) in self.rebuild:
             container[key] = kind(*items) if hasattr(kind, '_fields') else kind(items)
         return self.root[0]
@@ -91,6 +91,7 @@ class Skeleton:
             or data.requires_grad
             or data.device.type != 'cpu'
             or data.is_quantized
+            or data.is_nested
             or data.is_conj()
             or data.is_neg()
             or (data.nbytes >= DIRECT and self.device.type != 'cpu' and data.is_pinned())
@@ -117,7 +118,7 @@ class Skeleton:
     def object(self, data: Any, container: Any, key: Any) -> None:
         """Something whose own ``to`` decides what it holds: see which tensors that moves."""
         with _Record(self.device) as record:
-            data.to(self.device)
+            data.to(self.device, non_blocking=False)
         moved: list[list] = []
         for tensor in record.tensors:
             holder: list = [None]
@@ -155,6 +156,24 @@ def new_like(data: BaseDataElement) -> tuple[BaseDataElement, dict]:
 def _is_immutable(value: Any) -> bool:
     kind = type(value)
     return kind in _IMMUTABLE or (kind is tuple and all(type(v) in _IMMUTABLE for v in value))
+
+
+def copy_by_to(thing: Any) -> Any:
+    """Copy an object by its own ``to``: each tensor that this moves is copied.
+
+    Args:
+        thing (Any): An object with a ``to``.
+
+    Returns:
+        Any: The copy; the same object where ``to`` moves no tensor.
+    """
+    device = torch.device('cpu')
+    with _Record(device) as record:
+        thing.to(device)
+    if not record.tensors:
+        return thing
+    with _Replay([tensor.clone() for tensor in record.tensors], device):
+        return thing.to(device)
 
 
 class _Record(TorchFunctionMode):

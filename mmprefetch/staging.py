@@ -123,7 +123,7 @@ class StagedBatch:
                 # Not a view to autograd: each has a version of its own, as separate tensors have.
                 container[key] = view.data
         for tensor, (container, key) in self._skeleton.direct:
-            strided = tensor.layout == torch.strided
+            strided = tensor.layout == torch.strided and not tensor.is_nested
             moved = tensor.to(device, non_blocking=strided and tensor.is_pinned())
             container[key] = moved
             blocks += [moved] if strided else _parts(moved)
@@ -170,4 +170,4 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    return [tensor.values()] if tensor.is_nested else []

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from mmengine.structures import BaseDataElement
+from torch import nn
 
 from .ambient import Ambient
+from .families import Family
 from .mixed import SampleConstants
 from .staging import PinnedRing, StagedBatch
 from .streams import Stream, Work, stream_for
-from .watch import Watch
+from .watch import FieldWatch, Watch
 
 
 @dataclass
@@ -86,18 +88,21 @@ class Ticket:
         split (str): Whose effective preprocessor was used.
         training (bool): The flag it was begun with.
         work (Work | None): The work; None: nothing was begun, but its samples are known.
+        family (Family | None): What was known of the preprocessor.
         ambient (Ambient | None): The modes that a user's forward ran under.
-        generation (int): The state of the preprocessor's fields that it was begun with.
+        generation (int | None): The state of the preprocessor's fields that it was begun with;
+            None: it does not depend on them.
         samples (SampleConstants | None): Of a mixed dataset, what each sample is normalised with.
     """
 
     batch: Any
     watch: Watch
     split: str
-    training: bool
-    work: Work[Result] | None
-    ambient: Ambient | None
-    generation: int
+    training: bool = False
+    work: Work[Result] | None = None
+    family: Family | None = None
+    ambient: Ambient | None = None
+    generation: int | None = None
     samples: SampleConstants | None = None
 
 
@@ -112,6 +117,7 @@ class Runtime:
         self._tickets: dict[int, deque[Ticket]] = {}
         # Work is begun by the loader thread where the step runs on the host.
         self._lock = threading.Lock()
+        self._watches: dict[nn.Module, FieldWatch] = {}
         self._stream: Stream | None = None
         self._device: torch.device | None = None
         self._followed = -1
@@ -127,6 +133,23 @@ class Runtime:
     def change(self) -> None:
         """Note that a field of the preprocessor changed: work begun before is out of date."""
         self.generation += 1
+
+    def check(self, module: nn.Module) -> int:
+        """See whether a field of a preprocessor was changed, however that was done.
+
+        Args:
+            module (nn.Module): The preprocessor.
+
+        Returns:
+            int: The state of the fields: work begun with another is out of date.
+        """
+        with self._lock:
+            watch = self._watches.get(module)
+            if watch is None:
+                self._watches[module] = FieldWatch(module)
+            elif watch.changed():
+                self.change()
+            return self.generation
 
     def stream(self, device: torch.device) -> Stream:
         """The side stream; one for the preprocessor's life on a device."""

@@ -285,3 +285,63 @@ def test_prefetch_safe_lets_forward_run_ahead_under_the_modes_of_the_model():
     ahead = [name for name in wrapper.threads if name.startswith('mmprefetch')]
     # The first was begun under other modes than the model turned out to have: done again.
     assert len(ahead) == 3 and wrapper.threads.count('MainThread') == 1
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda p: p.mean.add_(7),
+        lambda p: setattr(p.mean, 'data', p.mean.data + 7),
+        lambda p: [buffer.mul_(2) for buffer in p.buffers()],
+        lambda p: p._buffers.__setitem__('mean', p.mean + 7),
+        lambda p: setattr(p.wrapped, 'pad_size_divisor', 16),
+    ],
+)
+def test_a_field_changed_behind_the_wrappers_back(wrapper, change):
+    raw = batch()
+    wrapper.prefetch(raw, True)
+    change(wrapper)
+    assert toys.same(wrapper(raw, True), wrapper.wrapped(raw, True))
+
+
+def test_a_field_that_changes_while_work_is_begun(wrapper, monkeypatch):
+    raw = batch()
+    submit = type(wrapper._runtime.stream(wrapper.device)).submit
+
+    def slow(self, work):
+        made = submit(self, work)
+        made.barrier()()
+        wrapper.pad_value = 9  # the other thread's doing
+        return made
+
+    monkeypatch.setattr(type(wrapper._runtime.stream(wrapper.device)), 'submit', slow)
+    wrapper.prefetch(raw, True)
+    assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG, pad_value=9)(raw, True))
+
+
+def test_a_replaced_forward_counts(wrapper):
+    raw = batch()
+    wrapper.prefetch(raw, True)
+    wrapper.forward = lambda data, training=False: 'mine'
+    assert wrapper(raw, True) == 'mine'
+    wrapper.prefetch(raw, True)
+    del wrapper.forward
+    assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG)(raw, True))
+
+
+class InPlace(BaseDataPreprocessor):
+    def forward(self, data, training=False):
+        data = self.cast_data(data)
+        return dict(inputs=[image.sub_(1).mul_(2) for image in data['inputs']])
+
+
+def test_a_safe_forward_may_work_in_place():
+    wrapper = PrefetchDataPreprocessor.around(InPlace())
+    wrapper.prefetch_safe = True
+    for stale in (False, True):
+        raw = dict(inputs=[torch.full((2,), 5.0)])
+        wrapper.prefetch(raw, True)
+        if stale:
+            wrapper.note = object()
+        assert wrapper(raw, True)['inputs'][0].tolist() == [8.0, 8.0]
+    wrapper.close()

@@ -156,6 +156,35 @@ def test_an_error_comes_at_its_batch(workers, at):
     assert leftovers() == []
 
 
+@pytest.mark.parametrize('workers', [0, 2])
+def test_whoever_catches_an_error_may_go_on(workers):
+    preprocessor = Recording()
+    dataloader = DataLoader(Numbers(9, fail_at=3), num_workers=workers)
+    iterator = iter(LookAheadLoader(dataloader, preprocessor, 'train', 2))
+    seen = []
+    while True:
+        try:
+            seen.append(next(iterator).item())
+        except LookupError:
+            seen.append('error')
+        except StopIteration:
+            break
+    assert seen == [0, 1, 2, 'error', 4, 5, 6, 7, 8]
+
+
+def test_close_ends_every_pass():
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(50), num_workers=1), preprocessor, 'train', 2)
+    iterators = [iter(loader), iter(loader)]
+    for iterator in iterators:
+        next(iterator)
+    loader.close()
+    assert leftovers() == []
+    for iterator in iterators:
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
 def test_a_worker_that_is_killed_is_named():
     preprocessor = Recording()
     loader = LookAheadLoader(
@@ -270,10 +299,11 @@ def test_plan_limits_an_endless_loader(workers):
     for _ in range(8):
         seen.append(next(iterator))
         preprocessor.model(seen[-1])
-    with pytest.raises(StopIteration):
-        next(iterator)
     assert [batch.item() for batch in seen] == [index % 5 for index in range(12)]
     assert len(preprocessor.begun) == 8
+    # A loop that changes its mind gets more.
+    seen = [next(iterator) for _ in range(6)]
+    assert [batch.item() for batch in seen] == [index % 5 for index in range(12, 18)]
     loader.close()
     assert leftovers() == []
 

@@ -2,6 +2,10 @@
 """A batch that is loaded early gets memory of its own, and is otherwise the same."""
 
 import copy
+import dataclasses
+import threading
+from collections import UserList
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from mmengine.registry import DATASETS
 from test_staging import Boxes, batches
 
 from mmprefetch.ownership import own_memory
+from mmprefetch.watch import Watch
 
 
 @settings(deadline=None, max_examples=200)
@@ -33,6 +38,36 @@ def test_nothing_is_shared():
     assert owned['a'][0].sum() == owned['b'][0].sum() == owned['c'].tensor.sum() == 0
     assert owned['a'][0].stride() == tensor.stride()
     assert owned['d'].requires_grad
+
+
+class Locked:
+    def __init__(self, tensor=None):
+        self.lock, self.tensor, self.me = threading.Lock(), tensor, self
+
+    def to(self, *args, **kwargs):
+        return self if self.tensor is None else Locked(self.tensor.to(*args, **kwargs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    tensor: torch.Tensor
+
+
+def test_containers_of_any_kind():
+    tensor = torch.zeros(2)
+    boxed = np.empty(1, dtype=object)
+    boxed[0] = tensor
+    batch = dict(
+        locked=Locked(), moved=Locked(tensor), record=Record(tensor), user=UserList([tensor]),
+        array=boxed, frozen=MappingProxyType(dict(a=tensor)), members=frozenset([1]),
+    )  # fmt: skip
+    owned = own_memory(batch)
+    assert not Watch(batch).changed()
+    tensor.fill_(1)
+    assert owned['locked'] is batch['locked']
+    assert owned['moved'].tensor.sum() == owned['record'].tensor.sum() == 0
+    assert owned['user'][0].sum() == owned['array'][0].sum() == owned['frozen']['a'].sum() == 0
+    assert type(owned['user']) is UserList and owned['members'] == {1}
 
 
 @DATASETS.register_module(force=True)

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import toys
+from mmengine.config import ConfigDict
 from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor
 from mmengine.registry import HOOKS, MODELS
@@ -41,6 +42,7 @@ CHANGES = [
     lambda b: setattr(b['data_samples'][0], 'added', 1),
     lambda b: b['data_samples'][0].set_metainfo(dict(path='b')),
     lambda b: b['data_samples'].clear(),
+    lambda b: setattr(b['inputs']['sup'][0], 'data', torch.ones(2)),
 ]
 
 
@@ -50,6 +52,14 @@ def test_every_change_is_noticed(change):
     watch = Watch(raw)
     assert not watch.changed()
     change(raw)
+    assert watch.changed()
+
+
+def test_a_mapping_whose_values_are_no_view():
+    raw = ConfigDict(inputs=[1], other=2)
+    watch = Watch(raw)
+    assert not watch.changed()
+    raw['inputs'] = [1]
     assert watch.changed()
 
 
