@@ -164,7 +164,11 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             ambient = runtime.expected_ambient(split, device)
         # Before the work is begun: a field may change at any time from here on.
         # A mere transfer does not depend on them.
-        generation = None if family is None and ambient is None else runtime.check(module)
+        generation = (
+            None
+            if family is None and ambient is None
+            else runtime.check(module, family is not None)
+        )
         stream = runtime.stream(device)
         runtime.follow(stream)
 
@@ -253,7 +257,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             ticket.work is None
             or ticket.family is not family
             or ticket.watch.changed()
-            or ticket.generation not in (None, self._runtime.check(self.of_split(ticket.split)))
+            or not self._is_current(ticket)
         ):
             return self._process(module, data, training)
         if family is not None and ticket.training != training and not family.trains_alike:
@@ -267,6 +271,13 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
                 return result.value
             return self._process(module, data, training)
         return module(result.value, training)
+
+    def _is_current(self, ticket: Ticket) -> bool:
+        """Whether the fields are still those that a ticket's work was begun with."""
+        if ticket.generation is None:
+            return True
+        module = self.of_split(ticket.split)
+        return ticket.generation == self._runtime.check(module, ticket.family is not None)
 
     def _process(self, module: nn.Module, data: Any, training: bool) -> Any:
         family = _family(module)

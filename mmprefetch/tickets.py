@@ -134,11 +134,12 @@ class Runtime:
         """Note that a field of the preprocessor changed: work begun before is out of date."""
         self.generation += 1
 
-    def check(self, module: nn.Module) -> int:
+    def check(self, module: nn.Module, known: bool) -> int:
         """See whether a field of a preprocessor was changed, however that was done.
 
         Args:
             module (nn.Module): The preprocessor.
+            known (bool): Whether its class is one that mmprefetch knows.
 
         Returns:
             int: The state of the fields: work begun with another is out of date.
@@ -146,7 +147,7 @@ class Runtime:
         with self._lock:
             watch = self._watches.get(module)
             if watch is None:
-                self._watches[module] = FieldWatch(module)
+                self._watches[module] = FieldWatch(module, attributes=known)
             elif watch.changed():
                 self.change()
             return self.generation

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -25,53 +26,65 @@ class Watch:
 
     def __init__(self, batch: Any) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._lists: list[tuple[list, list]] = []
-        self._mappings: list[tuple[Mapping, list, list]] = []
-        self._objects: set[int] = set()
+        self._lists: list[list] = []
+        self._mappings: list[Mapping] = []
+        self._fields: dict[int, dict] = {}
         self._walk(batch)
-        self._states = list(map(_state, self._tensors))
+        # Held, so that no other object can get one of their identities.
+        self._held = list(chain.from_iterable(self._contents()))
+        self._then = self._now()
 
     def changed(self) -> bool:
         """bool: Whether the batch is no longer what it was."""
+        return self._now() != self._then
+
+    def _contents(self) -> list[Collection]:
+        mappings = (*self._mappings, *self._fields.values())
+        return [*self._lists, *[mapping.values() for mapping in mappings]]
+
+    def _now(self) -> tuple:
+        contents = self._contents()
         return (
-            list(map(_state, self._tensors)) != self._states
-            or not all(_are(now, then) for now, then in self._lists)
-            or not all(
-                list(mapping) == keys and _are(list(mapping.values()), values)
-                for mapping, keys, values in self._mappings
-            )
+            _states(self._tensors),
+            list(map(len, contents)),
+            list(map(id, chain.from_iterable(contents))),
+            list(map(list, self._mappings)),
         )
 
     def _walk(self, thing: Any) -> None:
         if isinstance(thing, torch.Tensor):
-            if not thing.is_inference():  # it has no version
+            if _is_counted(thing):
                 self._tensors.append(thing)
+        elif isinstance(thing, (str, int, float)):
+            return
         elif isinstance(thing, list):
-            self._lists.append((thing, list(thing)))
+            self._lists.append(thing)
             for item in thing:
                 self._walk(item)
         elif isinstance(thing, tuple):
             for item in thing:
                 self._walk(item)
         elif isinstance(thing, Mapping):
-            self._fields(thing)
-        elif hasattr(thing, 'to') and id(thing) not in self._objects:  # it may refer to itself
-            self._objects.add(id(thing))
-            self._fields(getattr(thing, '__dict__', {}))
-
-    def _fields(self, fields: Mapping) -> None:
-        values = list(fields.values())
-        self._mappings.append((fields, list(fields), values))
-        for value in values:
-            if not isinstance(value, (str, int, float)):
-                self._walk(value)
+            self._mappings.append(thing)
+            for item in thing.values():
+                self._walk(item)
+        elif hasattr(thing, 'to') and id(thing) not in self._fields:  # it may refer to itself
+            fields = self._fields[id(thing)] = getattr(thing, '__dict__', {})
+            for item in fields.values():
+                self._walk(item)
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written in place, or its data replaced."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return tensor._version, 0
-    return tensor._version, tensor.data_ptr()
+def _states(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """What changes when tensors are written in place, or their data is replaced."""
+    return (
+        [tensor._version for tensor in tensors],
+        [tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided],
+    )
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the writes to a tensor, and it has one block of memory."""
+    return not tensor.is_inference() and not tensor.is_nested
 
 
 def _are(now: list, then: list) -> bool:
@@ -83,13 +96,16 @@ class FieldWatch:
 
     Args:
         module (nn.Module): The preprocessor.
+        attributes (bool): Whether all of its attributes are fields. A class that is not known may
+            keep books in them while it works; of that the tensors count.
     """
 
     # Neither is a field: the first follows the model's mode, the second is kept for a warning.
     _IGNORED = frozenset({'training', '_unseen_mean'})
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, attributes: bool) -> None:
         self._module = module
+        self._attributes = attributes
         self._then = self._now()
 
     def changed(self) -> bool:
@@ -97,13 +113,14 @@ class FieldWatch:
         before, self._then = self._then, self._now()
         return not _are(self._then[0], before[0]) or self._then[1] != before[1]
 
-    def _now(self) -> tuple[list, list]:
+    def _now(self) -> tuple[list, tuple]:
         objects: list[Any] = []
-        states = []
+        tensors = []
         for module in self._module.modules():
-            objects += [v for name, v in vars(module).items() if name not in self._IGNORED]
+            if self._attributes:
+                objects += [v for name, v in vars(module).items() if name not in self._IGNORED]
             for tensor in (*module._buffers.values(), *module._parameters.values()):
                 objects.append(tensor)
-                if tensor is not None and not tensor.is_inference():
-                    states.append(_state(tensor))
-        return objects, states
+                if tensor is not None and _is_counted(tensor):
+                    tensors.append(tensor)
+        return objects, _states(tensors)

@@ -121,6 +121,23 @@ def test_resume_goes_on_with_either_loop(tmp_path, train, first, second, workers
         assert after.indices == unbroken.indices[7:]
 
 
+@HOOKS.register_module(force=True)
+class GoOn(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == 3:
+            runner.train_loop._max_iters = 9
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_hook_lets_the_training_go_on(tmp_path, workers):
+    train = dict(by_epoch=False, max_iters=6, val_interval=100)
+    cfg = toys.config(tmp_path / 'a', train=train, hooks=[dict(type='GoOn')], workers=workers)
+    stock = toys.run(cfg)
+    assert len(stock[1].losses) == 9
+    cfg['work_dir'] = str(tmp_path / 'b')
+    toys.assert_same_run(stock, toys.run(toys.prefetching(cfg)))
+
+
 @pytest.mark.parametrize('at', [3, 4, 5, 8])
 @pytest.mark.parametrize('depth', [1, 2])
 def test_resume_beyond_the_end_of_a_finite_dataloader(tmp_path, depth, at):
