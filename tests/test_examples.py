@@ -111,19 +111,19 @@ def test_a_run_computes_what_explain_says(tool, folders, name, monkeypatch):
 def test_all_examples_are_explained():
     found = {path.stem for path in (REPOSITORY / 'configs' / 'examples').glob('*.py')}
     assert found == {*EXAMPLES, 'common'}
-    text = (REPOSITORY / 'docs' / 'explain.md').read_text()
+    text = (REPOSITORY / 'README.md').read_text()
     shown = re.findall(r'^\$ python tools/explain\.py configs/examples/(\w+)\.py$', text, re.M)
     assert shown == EXAMPLES
 
 
 def console(page):
     """The commands of a page's console blocks, each with the output that follows."""
-    blocks = CONSOLE.findall((REPOSITORY / 'docs' / page).read_text())
+    blocks = CONSOLE.findall((REPOSITORY / page).read_text())
     commands = [part for block in blocks for part in re.split(r'^\$ ', block, flags=re.M)[1:]]
     return [tuple(part.split('\n', 1)) for part in commands]
 
 
-@pytest.mark.parametrize('page', ['explain.md', 'datasets.md'])
+@pytest.mark.parametrize('page', ['README.md', 'docs/datasets.md'])
 def test_documented_output_is_what_the_tools_print(tool, digits_root, tmp_path, page, monkeypatch):
     commands = console(page)
     (tmp_path / 'configs').symlink_to(REPOSITORY / 'configs')
