@@ -18,7 +18,7 @@ class Watch:
     Hooks may change a batch before the model sees it: put another object anywhere into it, or
     write to a tensor in place. Work begun before that is out of date. What cannot be noticed are
     changes inside other mutable objects, such as numpy arrays, and writes to a tensor that torch
-    does not count (through ``tensor.data`` or an array that shares its memory).
+    does not count (through ``tensor.data`` or an array that shares its memory, or a sparse tensor).
 
     Args:
         batch (Any): The batch.
@@ -78,13 +78,13 @@ def _states(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
     """What changes when tensors are written in place, or their data is replaced."""
     return (
         [tensor._version for tensor in tensors],
-        [tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided],
+        [tensor.data_ptr() for tensor in tensors],
     )
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
     """Whether torch counts the writes to a tensor, and it has one block of memory."""
-    return not tensor.is_inference() and not tensor.is_nested
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_inference()
 
 
 def _are(now: list, then: list) -> bool:
