@@ -251,7 +251,7 @@ def choose_preprocessing(
                 'are normalised with, in the config or in the checkpoint; only the config can say '
                 "which sample is which, so write preprocess-from='config'"
             )
-        _say(f'The {split} split is preprocessed as the config says, each sample by its dataset.')
+        _compare_parts(split, ours, record)
         return {}
     if source == CHECKPOINT:
         binding, module = _build(recorded_split, record)
@@ -262,6 +262,20 @@ def choose_preprocessing(
         found = differences(ours, record, type(preprocessor.of_split(split)))
     _say(describe(split, found, source), logging.WARNING if found else logging.INFO)
     return found
+
+
+def _compare_parts(split: str, ours: Binding, record: Mapping) -> None:
+    """Say whether config and checkpoint agree where datasets of a split differ in one of them."""
+    said = [part.fields for part in ours.parts] or [ours.fields]
+    recorded = list(record.get(PARTS_KEY, {}).values()) or [_fields(record)]
+    if len(said) == len(recorded) and all(map(same, said, recorded)):
+        _say(f'The {split} split is preprocessed as the config and the checkpoint say.')
+        return
+    _say(
+        f'The {split} split is preprocessed as the config says, dataset by dataset: {said}. The '
+        f'checkpoint says something else: {recorded}.',
+        logging.WARNING,
+    )
 
 
 def _records(checkpoint: str | Path | Mapping) -> Mapping:
@@ -297,7 +311,7 @@ def _build(split: str, record: Mapping) -> tuple[Binding, nn.Module]:
 
 
 def _fields(record: Mapping) -> dict:
-    return {name: value for name, value in record.items() if name not in NOT_FIELDS}
+    return {name: value for name, value in record.items() if name not in (*NOT_FIELDS, PARTS_KEY)}
 
 
 def _find(name: str) -> type[nn.Module]:

@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from mmprefetch import load_preprocessor
 from mmprefetch.hooks import find_preprocessor
 from mmprefetch.mixed import part_finder
+from mmprefetch.restore import choose_preprocessing
 
 VALUES = [
     dict(mean=[123.0, 116.5, 103.25], std=[58.5, 57.0, 57.25], bgr_to_rgb=False),  # RGB photos
@@ -165,6 +166,26 @@ def test_checkpoints_know_every_part(tmp_path):
         expected = ImgDataPreprocessor(**VALUES[number], pad_size_divisor=4)
         batch = dict(inputs=[image])
         assert torch.equal(made(dict(batch))['inputs'], expected(dict(batch))['inputs'])
+
+
+def test_a_checkpoint_that_says_something_else_is_told(tmp_path, caplog):
+    cfg = toys.prefetching(config(tmp_path, True, OURS))
+    toys.run(cfg)
+    path = str(tmp_path / 'epoch_2.pth')
+    for changed in (False, True):
+        again = toys.prefetching(config(tmp_path / 'again', True, OURS))
+        again.experiment_name = f'told-{changed}'
+        if changed:
+            bound = again.val_dataloader.dataset.datasets[0].dataset.data_preprocessor
+            bound.mean = [1.5, 2.5, 3.5]
+        runner = toys.Runner.from_cfg(again)
+        runner.logger.addHandler(caplog.handler)
+        assert choose_preprocessing(runner, path, 'val') == {}
+        with pytest.raises(ValueError, match='only the config'):
+            choose_preprocessing(runner, path, 'val', 'checkpoint')
+    told = [r for r in caplog.records if 'something else' in r.getMessage()]
+    assert len(told) == 1 and told[0].levelname == 'WARNING'
+    assert '[1.5, 2.5, 3.5]' in told[0].getMessage() and '[123.0, 116.5' in told[0].getMessage()
 
 
 def test_the_stock_loop_cannot_run_a_mixed_split(tmp_path):
