@@ -55,7 +55,7 @@ def own_memory(batch: Any) -> Any:
         for name in batch._data_fields & fields.keys():
             fields[name] = own_memory(fields[name])
         return owned
-    if isinstance(batch, BaseDataElement) or hasattr(batch, 'to'):
+    if hasattr(batch, 'to'):
         try:
             return copy.deepcopy(batch)
         except TypeError:  # it holds what cannot be copied, such as a lock

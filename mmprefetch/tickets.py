@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mmengine.structures import BaseDataElement
 from torch import nn
 
 from .ambient import Ambient
@@ -57,7 +56,7 @@ def _new_blocks(value: Any, known: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _new_blocks(item, known)
-    elif isinstance(value, BaseDataElement) or hasattr(value, 'to'):
+    elif hasattr(value, 'to'):
         for item in getattr(value, '__dict__', {}).values():
             yield from _new_blocks(item, known)
 
