@@ -175,7 +175,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         def prepare() -> Result:
             own = samples
             if packed is not None:
-                (moved, constants), blocks = packed.deliver(device)
+                (moved, constants), blocks = packed.deliver()
                 if own is not None:
                     own = SampleConstants(constants, own.reverse)
             elif family is not None:

@@ -10,6 +10,7 @@ then each place is filled with a view of it.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,10 @@ class PinnedRing:
 class StagedBatch:
     """A batch whose tensors lie in one staging buffer.
 
+    Its views on the device are made when it is staged, off the thread that trains, but for a
+    device whose memory cannot be taken from a tensor and given back later. Until it is delivered
+    no memory of the device is behind them.
+
     Args:
         buffer (torch.Tensor): uint8, all packed tensors.
         sections (list): Where they lie.
@@ -103,31 +108,41 @@ class StagedBatch:
         self.slot = slot
         self._sections = sections
         self._skeleton = skeleton
+        self._flat: torch.Tensor | None = None
+        if buffer.numel() and _memory_may_follow(skeleton.device):
+            self._flat = self._filled_in()
+            self._flat.untyped_storage().resize_(0)
 
-    def deliver(self, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
+    def deliver(self) -> tuple[Any, list[torch.Tensor]]:
         """Issue the copy to the device and fill the structure in. To be called once.
-
-        Args:
-            device (torch.device): Where the tensors go. When it is the CPU they become views of
-                the staging buffer itself.
 
         Returns:
             tuple: The batch as ``BaseDataPreprocessor.cast_data`` returns it, and one tensor for
             each block of device memory that it lies in.
         """
-        # A buffer of a ring is going to be written again, so what is delivered never aliases it.
-        flat = self.buffer.to(device, non_blocking=True, copy=self.slot is not None)
+        flat = self._flat
+        if flat is None:
+            flat = self._filled_in()
+        else:
+            flat.untyped_storage().resize_(flat.numel())
+        flat.copy_(self.buffer, non_blocking=True)
         blocks = [flat] if flat.numel() else []
-        for section in self._sections:
-            for view, (container, key) in zip(section.views(flat), section.places, strict=True):
-                # Not a view to autograd: each has a version of its own, as separate tensors have.
-                container[key] = view.data
+        device = self._skeleton.device
         for tensor, (container, key) in self._skeleton.direct:
             strided = tensor.layout == torch.strided and not tensor.is_nested
             moved = tensor.to(device, non_blocking=strided and tensor.is_pinned())
             container[key] = moved
             blocks += [moved] if strided else _parts(moved)
         return self._skeleton.complete(), blocks
+
+    def _filled_in(self) -> torch.Tensor:
+        """Memory on the device for the buffer, with each tensor's place filled by a view of it."""
+        flat = torch.empty_like(self.buffer, device=self._skeleton.device)
+        for section in self._sections:
+            for view, (container, key) in zip(section.views(flat), section.places, strict=True):
+                # Not a view to autograd: each has a version of its own, as separate tensors have.
+                container[key] = view.data
+        return flat
 
 
 def stage(batch: Any, device: torch.device, ring: PinnedRing | None = None) -> StagedBatch:
@@ -160,6 +175,18 @@ def stage(batch: Any, device: torch.device, ring: PinnedRing | None = None) -> S
         for view, tensor in zip(section.views(buffer), section.tensors, strict=True):
             view.copy_(tensor)
     return StagedBatch(buffer, sections, skeleton, slot)
+
+
+@functools.cache
+def _memory_may_follow(device: torch.device) -> bool:
+    """Whether a device's memory can be taken from a tensor, and given back later."""
+    tensor = torch.empty(1, dtype=torch.uint8, device=device)
+    try:
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(1)
+    except (RuntimeError, NotImplementedError):  # torch does this for some kinds of device only
+        return False
+    return True
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

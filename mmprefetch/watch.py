@@ -30,26 +30,26 @@ class Watch:
         self._mappings: list[Mapping] = []
         self._fields: dict[int, dict] = {}
         self._walk(batch)
+        contents = self._contents()
+        self._lengths = list(map(len, contents))
         # Held, so that no other object can get one of their identities.
-        self._held = list(chain.from_iterable(self._contents()))
-        self._then = self._now()
+        self._held = list(chain.from_iterable(contents))
+        self._keys = list(map(list, self._mappings))
+        self._states = _states(self._tensors)
 
     def changed(self) -> bool:
         """bool: Whether the batch is no longer what it was."""
-        return self._now() != self._then
+        contents = self._contents()
+        return (
+            list(map(len, contents)) != self._lengths
+            or not all(map(is_, chain.from_iterable(contents), self._held))
+            or list(map(list, self._mappings)) != self._keys
+            or _states(self._tensors) != self._states
+        )
 
     def _contents(self) -> list[Collection]:
         mappings = (*self._mappings, *self._fields.values())
         return [*self._lists, *[mapping.values() for mapping in mappings]]
-
-    def _now(self) -> tuple:
-        contents = self._contents()
-        return (
-            _states(self._tensors),
-            list(map(len, contents)),
-            list(map(id, chain.from_iterable(contents))),
-            list(map(list, self._mappings)),
-        )
 
     def _walk(self, thing: Any) -> None:
         if isinstance(thing, torch.Tensor):

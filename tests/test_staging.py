@@ -14,6 +14,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmprefetch import staging
 from mmprefetch.sections import ALIGNMENT
 from mmprefetch.staging import PinnedRing, stage
 
@@ -166,7 +167,7 @@ def equal(one, other):
 def test_delivers_what_cast_data_returns(batch):
     before = copy.deepcopy(batch)
     expected = BaseDataPreprocessor().cast_data(batch)
-    delivered, _ = stage(batch, CPU).deliver(CPU)
+    delivered, _ = stage(batch, CPU).deliver()
     assert equal(expected, delivered)
     assert toys.same(before, batch)
 
@@ -174,7 +175,7 @@ def test_delivers_what_cast_data_returns(batch):
 @settings(deadline=None, max_examples=100)
 @given(st.lists(tensors, max_size=8))
 def test_packed_tensors_are_aligned_and_share_nothing_with_the_batch(batch):
-    delivered, _ = stage(batch, CPU).deliver(CPU)
+    delivered, _ = stage(batch, CPU).deliver()
     for tensor, copied in zip(batch, delivered, strict=True):
         if tensor.numel():
             assert copied.data_ptr() % ALIGNMENT == 0
@@ -183,14 +184,14 @@ def test_packed_tensors_are_aligned_and_share_nothing_with_the_batch(batch):
 
 def test_a_tensor_that_occurs_twice_arrives_twice():
     tensor = torch.arange(3)
-    (first, second), _ = stage([tensor, tensor], CPU).deliver(CPU)
+    (first, second), _ = stage([tensor, tensor], CPU).deliver()
     first.zero_()
     assert second.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize('count', [2, 6])
 def test_autograd_sees_separate_tensors(count):
-    first, second, *_ = stage([torch.ones(3) for _ in range(count)], CPU).deliver(CPU)[0]
+    first, second, *_ = stage([torch.ones(3) for _ in range(count)], CPU).deliver()[0]
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * first).sum()
     second.add_(1)
@@ -209,10 +210,12 @@ class CopiesToDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        target = kwargs.get('device')
-        if func is torch.ops.aten._to_copy.default and target is not None:
-            self.copies += args[0].device.type == 'cpu' and torch.device(target).type != 'cpu'
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default:
+            self.copies += args[0].device.type == 'cpu' and result.device.type != 'cpu'
+        elif func is torch.ops.aten.copy_.default:
+            self.copies += args[1].device.type == 'cpu' and result.device.type != 'cpu'
+        return result
 
 
 def detection_batch(count=4):
@@ -232,12 +235,43 @@ def test_one_copy_for_a_batch_whatever_it_holds():
     with CopiesToDevice() as stock:
         BaseDataPreprocessor.cast_data(moving_to(meta), batch)
     with CopiesToDevice() as ours:
-        moved, blocks = stage(batch, meta).deliver(meta)
+        moved, blocks = stage(batch, meta).deliver()
     assert stock.copies == 4 + 4 * 4
     assert ours.copies == 1
     assert len(blocks) == 1
     assert moved['data_samples'][1].gt.boxes.device == meta
     assert moved['data_samples'][1].boxes.tensor.device == meta
+
+
+def test_no_memory_of_the_device_is_held_before_the_transfer():
+    staged = stage(detection_batch(), CPU)
+    storage = staged._flat.untyped_storage()
+    assert storage.nbytes() == 0
+    moved, (block,) = staged.deliver()
+    assert block.untyped_storage()._cdata == storage._cdata
+    assert storage.nbytes() == staged.buffer.numel()
+    assert moved['inputs'][0].untyped_storage()._cdata == storage._cdata
+
+
+def test_where_memory_cannot_follow_views_are_made_at_the_transfer(monkeypatch):
+    batch = detection_batch()
+    expected = BaseDataPreprocessor().cast_data(batch)
+    monkeypatch.setattr(staging, '_memory_may_follow', lambda device: False)
+    staged = stage(batch, CPU)
+    assert staged._flat is None
+    delivered, blocks = staged.deliver()
+    assert equal(expected, delivered)
+    assert len(blocks) == 1
+
+
+@pytest.mark.parametrize('raised', [RuntimeError, NotImplementedError, None])
+def test_a_device_is_asked_whether_its_memory_may_follow(monkeypatch, raised):
+    def resize(storage, size):
+        if raised is not None:
+            raise raised('not on this device')
+
+    monkeypatch.setattr(torch.UntypedStorage, 'resize_', resize)
+    assert staging._memory_may_follow.__wrapped__(CPU) == (raised is None)
 
 
 def moving_to(device):
@@ -253,7 +287,7 @@ def test_large_pinned_tensors_go_from_where_they_lie(monkeypatch):
     staged = stage([large, small], meta)
     assert staged.buffer.numel() == ALIGNMENT
     with CopiesToDevice() as count:
-        staged.deliver(meta)
+        staged.deliver()
     assert count.copies == 2
 
 

@@ -179,7 +179,7 @@ def test_one_copy_for_each_batch(monkeypatch, wraps):
             crossings = [
                 entry for entry in device.log[before:] if entry[0] == 'launch' and entry[3] & host
             ]
-            assert [entry[2] for entry in crossings] == ['aten::_to_copy']
+            assert [entry[2] for entry in crossings] == ['aten::copy_']
     device.synchronize()
 
 
@@ -191,7 +191,7 @@ def test_unknown_preprocessors_run_on_the_compute_stream(monkeypatch):
         staged = preprocessor.stage(raw, 'train', 2)
         preprocessor.prefetch(raw, False, 'train', staged)
         aside = [entry for entry in device.log if entry[0] == 'launch']
-        assert {entry[1] for entry in aside if entry[2] == 'aten::_to_copy'} == {
+        assert {entry[1] for entry in aside if entry[2] == 'aten::copy_'} == {
             preprocessor._runtime._stream._side.id
         }
         out = preprocessor(raw, False)
