@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from mmengine.structures import BaseDataElement
 
-from .packing import copy_by_to, is_ordinary, new_like
+from .elements import is_ordinary, new_like
+from .packing import copy_by_to
 
 
 def own_memory(batch: Any) -> Any:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +10,11 @@ import torch
 from mmengine.structures import BaseDataElement
 from torch.overrides import TorchFunctionMode
 
+from .elements import is_ordinary, new_like
 from .sections import Entry, Place
 
 DIRECT = 1 << 20
 """Bytes. A tensor that is pinned already and at least this large goes from where it lies."""
-
-_IMMUTABLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 class Skeleton:
@@ -125,37 +122,6 @@ class Skeleton:
             self.tensor(tensor, holder, 0)
             moved.append(holder)
         self.foreign.append((data, moved, (container, key)))
-
-
-@functools.cache
-def is_ordinary(kind: type[BaseDataElement]) -> bool:
-    """Whether a class copies itself as :class:`BaseDataElement` does."""
-    return all(
-        getattr(kind, name) is getattr(BaseDataElement, name)
-        for name in ('__init__', 'to', 'new', 'set_data', 'set_metainfo', 'set_field', 'items',
-                     'keys', 'metainfo_items', 'metainfo_keys')
-    )  # fmt: skip
-
-
-def new_like(data: BaseDataElement) -> tuple[BaseDataElement, dict]:
-    """What ``data.new()`` makes, without checking each field once more; and its fields."""
-    copied = object.__new__(type(data))
-    fields = vars(copied)
-    held = vars(data)
-    fields['_metainfo_fields'] = set(data._metainfo_fields)
-    fields['_data_fields'] = set(data._data_fields)
-    for name in data._data_fields & held.keys():
-        fields[name] = held[name]
-    meta = {name: held[name] for name in data._metainfo_fields}
-    if not all(map(_is_immutable, meta.values())):
-        meta = copy.deepcopy(meta)
-    fields.update(meta)
-    return copied, fields
-
-
-def _is_immutable(value: Any) -> bool:
-    kind = type(value)
-    return kind in _IMMUTABLE or (kind is tuple and all(type(v) in _IMMUTABLE for v in value))
 
 
 def copy_by_to(thing: Any) -> Any:

@@ -1,17 +1,24 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Time the fused pass against the preprocessors and the arithmetic that it replaces, on CPU.
 
-All contenders of a line take turns in one process, a few runs at each turn, of which the first
-does not count: it pays for what the other contenders left in the caches. What is printed are
-medians and their ratios.
+All contenders of a line take turns, a few runs at each turn, of which the first does not count: it
+pays for what the other contenders left in the caches. What is printed are medians and their
+ratios. Each line is measured in processes of its own, since what is left behind in the C library's
+memory allocator decides how many page faults a call pays for, and in several, since chance does,
+too. The page faults of the stock work are printed, for its time hangs on them.
 """
 
 import argparse
 import importlib
+import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 from mmengine.model import ImgDataPreprocessor
@@ -23,7 +30,10 @@ from mmprefetch.ops import normalize_batch, reversal
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 RUNS = 4
-COLUMNS = '{:<54} {:>9} {:>9} {:>8} {:>9} {:>8} {:>9} {:>8}'
+COLUMNS = '{:<54} {:>8} {:>7} {:>8} {:>7} {:>8} {:>7} {:>7} {:>8}   {}'
+HEADER = ('work', 'stock', 'faults', 'op', 'faster', 'whole', 'faster', 'floor', 'op/floor', '')
+
+Contender = Callable[[], object]
 
 
 class Row(NamedTuple):
@@ -35,16 +45,38 @@ class Row(NamedTuple):
         op: The fused pass alone.
         whole: The whole of the stock work with the fused pass inside; None where that is ``op``.
         result: What both give; the floor is measured on it.
+        bound: How much faster ``whole``, else ``op``, is to be.
     """
 
     name: str
-    stock: Callable[[], object]
-    op: Callable[[], object]
-    whole: Callable[[], object] | None
+    stock: Contender
+    op: Contender
+    whole: Contender | None
     result: Tensor
+    bound: float
 
 
-def medians(contenders: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+class Times(NamedTuple):
+    """What was measured in one process or in several.
+
+    Attributes:
+        name: Of the line.
+        bound: Of the line.
+        taken: Seconds of each call of each contender.
+        faults: Page faults of each call of the first contender.
+    """
+
+    name: str
+    bound: float
+    taken: list[list[float]]
+    faults: list[int]
+
+    def medians(self) -> list[float]:
+        """Of each contender, in milliseconds."""
+        return [statistics.median(times) * 1e3 for times in self.taken]
+
+
+def take_turns(contenders: Sequence[Contender], rounds: int) -> tuple[list[list[float]], list[int]]:
     """Time contenders in turn.
 
     Args:
@@ -52,17 +84,24 @@ def medians(contenders: Sequence[Callable[[], object]], rounds: int) -> list[flo
         rounds: Turns of each.
 
     Returns:
-        Median of each, in milliseconds.
+        Seconds of each call of each; and the page faults of each call of the first one.
     """
-    times: list[list[float]] = [[] for _ in contenders]
+    taken: list[list[float]] = [[] for _ in contenders]
+    faults: list[list[int]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for contender, taken in zip(contenders, times, strict=True):
+        for contender, times, faulted in zip(contenders, taken, faults, strict=True):
             contender()
             for _ in range(RUNS):
-                start = time.perf_counter()
+                before, start = page_faults(), time.perf_counter()
                 contender()
-                taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) * 1e3 for taken in times]
+                times.append(time.perf_counter() - start)
+                faulted.append(page_faults() - before)
+    return taken, faults[0]
+
+
+def page_faults() -> int:
+    """Page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def noise(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -81,72 +120,95 @@ def importable(module: str) -> object | None:
         return None
 
 
-def preprocessor_rows() -> Iterator[Row]:
-    """Lines against whole preprocessors."""
-    crops = noise(*[(3, 224, 224)] * 64)
-    scenes = noise((3, 800, 1333), (3, 768, 1280))
-    small = noise(*[(3, 32, 32)] * 128)
-    streets = noise(*[(3, 512, 1024)] * 4)
-    for name, images, divisor in (
-        ('64 x (3, 224, 224)', crops, 1),
-        ('2 x (3, ~800, ~1333), pad to 32', scenes, 32),
-        ('128 x (3, 32, 32)', small, 1),
-        ('4 x (3, 512, 1024)', streets, 1),
-    ):
-        fields = dict(mean=MEAN, std=STD, pad_size_divisor=divisor, bgr_to_rgb=True)
-        yield row(name, ImgDataPreprocessor, fields, images, lambda: None)
+def lines() -> list[Callable[[], Row]]:
+    """What makes the lines of the table: each is called in the process that measures it."""
+    made: list[Callable[[], Row]] = [
+        partial(
+            preprocessor_line, name, ImgDataPreprocessor, dict(bgr_to_rgb=True, **fields), *work
+        )
+        for name, fields, *work in (
+            ('64 x (3, 224, 224)', {}, [(3, 224, 224)] * 64, 8),
+            (SCENES, dict(pad_size_divisor=32), SCENE_SHAPES, 3),
+            ('128 x (3, 32, 32)', {}, [(3, 32, 32)] * 128, 8),
+            ('4 x (3, 512, 1024)', {}, [(3, 512, 1024)] * 4, 3),
+        )
+    ]
     if mmdet := importable('mmdet.models.data_preprocessors'):
-        det_structures = importlib.import_module('mmdet.structures')
-
-        def detections() -> list:
-            shapes = [tuple(image.shape[1:]) for image in scenes]
-            return [det_structures.DetDataSample(metainfo=dict(img_shape=s)) for s in shapes]
-
-        fields = dict(mean=MEAN, std=STD, pad_size_divisor=32, bgr_to_rgb=True)
-        name = '2 x (3, ~800, ~1333), pad to 32'
-        yield row(name, mmdet.DetDataPreprocessor, fields, scenes, detections)
+        fields = dict(bgr_to_rgb=True, pad_size_divisor=32)
+        work = (SCENES, mmdet.DetDataPreprocessor, fields, SCENE_SHAPES, 3, detections)
+        made.append(partial(preprocessor_line, *work))
     if mmpretrain := importable('mmpretrain.models.utils.data_preprocessor'):
-        fields = dict(mean=MEAN, std=STD, to_rgb=True)
-        stacked = torch.stack(small)
-        name = '128 x (3, 32, 32) stacked'
-        yield row(name, mmpretrain.ClsDataPreprocessor, fields, stacked, lambda: None)
+        work = ([(128, 3, 32, 32)], 2)
+        name, cls = '128 x (3, 32, 32) stacked', mmpretrain.ClsDataPreprocessor
+        made.append(partial(preprocessor_line, name, cls, dict(to_rgb=True), *work))
     if mmseg := importable('mmseg.models.data_preprocessor'):
-        seg_structures = importlib.import_module('mmseg.structures')
-        maps = [torch.randint(0, 19, (1, 512, 1024)) for _ in streets]
+        fields = dict(bgr_to_rgb=True, size=(512, 1024))
+        name, cls = '4 x (3, 512, 1024) with maps', mmseg.SegDataPreProcessor
+        work = ([(3, 512, 1024)] * 4, 3, segmentations)
+        made.append(partial(preprocessor_line, name, cls, fields, *work))
+    made.append(partial(arithmetic_line, "timm's loader", timm_style))
+    if importable('torchvision.transforms.v2'):
+        made.append(partial(arithmetic_line, 'v2.Normalize', torchvision_style))
+    if importable('kornia.enhance'):
+        made.append(partial(arithmetic_line, 'kornia', kornia_style))
+    return made
 
-        def segmentations() -> list:
-            return [seg_structures.SegDataSample(gt_sem_seg=PixelData(data=each)) for each in maps]
 
-        fields = dict(mean=MEAN, std=STD, bgr_to_rgb=True, size=(512, 1024))
-        name = '4 x (3, 512, 1024) with maps'
-        yield row(name, mmseg.SegDataPreProcessor, fields, streets, segmentations)
+SCENES, SCENE_SHAPES = '2 x (3, ~800, ~1333), pad to 32', [(3, 800, 1333), (3, 768, 1280)]
 
 
-def row(
-    name: str, cls: type, fields: dict, images: list[Tensor] | Tensor, samples: Callable
+def detections(images: list[Tensor]) -> Callable[[], list]:
+    """Makes the data samples of a detection batch."""
+    sample = importlib.import_module('mmdet.structures').DetDataSample
+    return lambda: [sample(metainfo=dict(img_shape=tuple(i.shape[1:]))) for i in images]
+
+
+def segmentations(images: list[Tensor]) -> Callable[[], list]:
+    """Makes the data samples of a batch with segmentation maps."""
+    sample = importlib.import_module('mmseg.structures').SegDataSample
+    maps = [torch.randint(0, 19, (1, *image.shape[1:])) for image in images]
+    return lambda: [sample(gt_sem_seg=PixelData(data=each)) for each in maps]
+
+
+def no_samples(images: list[Tensor]) -> Callable[[], None]:
+    """For batches of images alone."""
+    return lambda: None
+
+
+def preprocessor_line(
+    name: str,
+    cls: type,
+    fields: dict,
+    shapes: list[tuple[int, ...]],
+    bound: float,
+    samples_of: Callable[[list[Tensor]], Callable[[], Any]] = no_samples,
 ) -> Row:
     """The line of one preprocessor class.
 
     Args:
         name: The work.
         cls: The class.
-        fields: Its arguments.
-        images: The batch's images.
-        samples: Makes the batch's data samples.
+        fields: Its arguments, but for mean and std.
+        shapes: Of the batch's images; one of four dimensions is a stacked batch.
+        bound: How much faster the fused pass is to be.
+        samples_of: Makes what makes the batch's data samples.
 
     Returns:
         The line; its three contenders were found to give equal images.
     """
+    fields = dict(mean=MEAN, std=STD, **fields)
     stock = cls(**fields)
     whole = PrefetchDataPreprocessor.around(cls(**fields), fields)
+    images = noise(*shapes)
+    stacked = images[0].dim() == 4
+    samples = samples_of(images)
 
     def batch() -> dict:
-        inputs = list(images) if isinstance(images, list) else images
-        return {'inputs': inputs, 'data_samples': samples()}
+        return {'inputs': images[0] if stacked else list(images), 'data_samples': samples()}
 
     def op() -> Tensor:
         return normalize_batch(
-            images,
+            images[0] if stacked else images,
             stock.mean,
             stock.std,
             channel_order=reversal(3),
@@ -163,65 +225,112 @@ def row(
         op,
         lambda: whole(batch(), True),
         expected,
+        bound,
     )
 
 
-def arithmetic_rows() -> Iterator[Row]:
-    """Lines against the bare arithmetic of other loaders, on a stacked batch."""
+def arithmetic_line(
+    name: str, style: Callable[[Tensor, Tensor], Callable[[Tensor], Tensor]]
+) -> Row:
+    """A line against the bare arithmetic of another loader, on a stacked batch.
+
+    Args:
+        name: Whose arithmetic.
+        style: Makes it, of mean and std.
+
+    Returns:
+        The line.
+    """
     images = torch.stack(noise(*[(3, 224, 224)] * 64))
     mean, std = torch.tensor(MEAN), torch.tensor(STD)
-    wide_mean, wide_std = mean.view(1, 3, 1, 1), std.view(1, 3, 1, 1)
+    theirs = style(mean, std)
 
     def op() -> Tensor:
         return normalize_batch(images, mean, std)
 
     result = op()
-    name = '64 x (3, 224, 224) stacked, '
-    yield Row(
-        name + "timm's loader",
-        lambda: images.to(torch.float32).sub_(wide_mean).div_(wide_std),
-        op,
-        None,
-        result,
-    )
-    if torchvision := importable('torchvision.transforms.v2'):
-        normalize = torchvision.Normalize(MEAN, STD)
-        yield Row(name + 'v2.Normalize', lambda: normalize(images.float()), op, None, result)
-    if kornia := importable('kornia.enhance'):
-        yield Row(
-            name + 'kornia', lambda: kornia.normalize(images.float(), mean, std), op, None, result
-        )
+    # Not all of them divide.
+    torch.testing.assert_close(theirs(images), result, rtol=1e-5, atol=1e-5)
+    return Row(f'64 x (3, 224, 224) stacked, {name}', lambda: theirs(images), op, None, result, 1)
 
 
-def print_row(row: Row, rounds: int) -> None:
-    """Measure and print one line."""
+def timm_style(mean: Tensor, std: Tensor) -> Callable[[Tensor], Tensor]:
+    """The arithmetic of timm's loader."""
+    mean, std = mean.view(1, 3, 1, 1), std.view(1, 3, 1, 1)
+    return lambda images: images.to(torch.float32).sub_(mean).div_(std)
+
+
+def torchvision_style(mean: Tensor, std: Tensor) -> Callable[[Tensor], Tensor]:
+    """torchvision's transform."""
+    v2 = importlib.import_module('torchvision.transforms.v2')
+    normalize = v2.Normalize(mean.tolist(), std.tolist())
+    return lambda images: normalize(images.float())
+
+
+def kornia_style(mean: Tensor, std: Tensor) -> Callable[[Tensor], Tensor]:
+    """kornia's function."""
+    enhance = importlib.import_module('kornia.enhance')
+    return lambda images: enhance.normalize(images.float(), mean, std)
+
+
+def measure(line: Callable[[], Row], threads: int, rounds: int) -> Times:
+    """Measure one line, in a process of its own.
+
+    Args:
+        line: Makes it.
+        threads: Threads of torch.
+        rounds: Turns of each contender.
+
+    Returns:
+        The times of stock, floor, op and, where the line has it, whole.
+    """
+    torch.set_num_threads(threads)
+    row = line()
     raw = row.result.to(torch.uint8)
     out = torch.empty_like(row.result)
     contenders = [row.stock, lambda: out.copy_(raw), row.op]
     if row.whole is not None:
         contenders.append(row.whole)
-    stock, floor, op, *whole = medians(contenders, rounds)
-    cells = [f'{stock:.3f}', f'{op:.3f}', f'{stock / op:.1f} x']
-    cells += [f'{whole[0]:.3f}', f'{stock / whole[0]:.1f} x'] if whole else ['-', '-']
-    print(COLUMNS.format(row.name, *cells, f'{floor:.3f}', f'{op / floor:.1f} x'))
+    return Times(row.name, row.bound, *take_turns(contenders, rounds))
 
 
-def print_channel_index(rounds: int) -> None:
-    """What reordering channels costs: an index by a list, and the order of the fused pass."""
+def text_of(times: Times) -> tuple[str, bool]:
+    """Put a line into words.
+
+    Args:
+        times: What was measured.
+
+    Returns:
+        What to print, and whether the bound is met.
+    """
+    stock, floor, op, *whole = times.medians()
+    cells = [f'{stock:.2f}', f'{statistics.median(times.faults):.0f}']
+    cells += [f'{op:.2f}', f'{stock / op:.1f} x']
+    cells += [f'{whole[0]:.2f}', f'{stock / whole[0]:.1f} x'] if whole else ['-', '-']
+    cells += [f'{floor:.2f}', f'{op / floor:.1f} x']
+    met = stock / (whole or [op])[0] >= times.bound
+    return COLUMNS.format(times.name, *cells, '' if met else f'BELOW {times.bound} x').rstrip(), met
+
+
+def channel_index(threads: int, rounds: int) -> Times:
+    """What reordering channels costs: an index by a list, and the order of the fused pass.
+
+    Args:
+        threads: Threads of torch.
+        rounds: Turns of each contender.
+
+    Returns:
+        The times of the index, of the fused pass with the order, and of it without.
+    """
+    torch.set_num_threads(threads)
     images = noise(*[(3, 224, 224)] * 64)
     mean, std = torch.tensor(MEAN), torch.tensor(STD)
-    listed, ordered, plain = medians(
-        [
-            lambda: [image[[2, 1, 0]] for image in images],
-            lambda: normalize_batch(images, mean, std, channel_order=reversal(3)),
-            lambda: normalize_batch(images, mean, std),
-        ],
-        rounds,
-    )
-    print(
-        f'channel order of 64 x (3, 224, 224): image[[2, 1, 0]] {listed:.3f} ms; within the '
-        f'fused pass {ordered - plain:+.3f} ms ({ordered:.3f} ms with, {plain:.3f} ms without)'
-    )
+    contenders = [
+        lambda: [image[[2, 1, 0]] for image in images],
+        lambda: normalize_batch(images, mean, std, channel_order=reversal(3)),
+        lambda: normalize_batch(images, mean, std),
+    ]
+    return Times('channel order of 64 x (3, 224, 224)', 0, *take_turns(contenders, rounds))
 
 
 def print_host_wait() -> None:
@@ -250,31 +359,68 @@ def print_host_wait() -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def apart(processes: int, function: Callable[..., Times], *args: Any) -> Times:
+    """Measure in processes of their own.
+
+    Args:
+        processes: How many, one after the other.
+        function: Measures.
+        *args: Its arguments.
+
+    Returns:
+        What they measured, together.
+    """
+    measured = []
+    for _ in range(processes):
+        # A fork has this process's modules, and its memory as before anything was measured.
+        with ProcessPoolExecutor(1, mp_context=get_context('fork')) as pool:
+            measured.append(pool.submit(function, *args).result())
+    first = measured[0]
+    taken = [sum(times, []) for times in zip(*(each.taken for each in measured), strict=True)]
+    return first._replace(taken=taken, faults=sum((each.faults for each in measured), []))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table.
 
     Args:
         arguments: Command line; None for the process's own.
+
+    Returns:
+        Exit status, 1 when a line is below its bound.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--rounds', type=int, default=15, help='turns of each contender')
+    parser = argparse.ArgumentParser(prog='benchmark.py preprocess', description=__doc__)
+    parser.add_argument('--processes', type=int, default=5, help='processes for each line')
+    parser.add_argument('--rounds', type=int, default=5, help='turns of a contender in each')
     parser.add_argument('--threads', type=int, nargs='+', default=[1, 2], help='torch threads')
     options = parser.parse_args(arguments)
-    rows = [*preprocessor_rows(), *arithmetic_rows()]
-    before = torch.get_num_threads()
+    for name, values in vars(options).items():
+        least = min(values if isinstance(values, list) else [values])
+        if least < 1:
+            parser.error(f'--{name} must be at least 1, got {least}')
+    table = lines()
+    met = []
     for threads in options.threads:
-        torch.set_num_threads(threads)
         print(f'\n{threads} thread{"s" if threads > 1 else ""}, milliseconds')
+        print(COLUMNS.format(*HEADER).rstrip())
+        for line in table:
+            text, reached = text_of(
+                apart(options.processes, measure, line, threads, options.rounds)
+            )
+            print(text, flush=True)
+            met.append(reached)
+        times = apart(options.processes, channel_index, threads, options.rounds)
+        listed, ordered, plain = times.medians()
         print(
-            COLUMNS.format('work', 'stock', 'op', 'faster', 'whole', 'faster', 'floor', 'op/floor')
+            f'{times.name}: image[[2, 1, 0]] {listed:.2f} ms; within the fused pass '
+            f'{ordered - plain:+.2f} ms ({ordered:.2f} ms with, {plain:.2f} ms without)',
+            flush=True,
         )
-        for row in rows:
-            print_row(row, options.rounds)
-        print_channel_index(options.rounds)
-    torch.set_num_threads(before)
+    print('\nall bounds are met' if all(met) else '\nnot all bounds are met: see BELOW')
     if torch.cuda.is_available():
         print_host_wait()
+    return 0 if all(met) else 1
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

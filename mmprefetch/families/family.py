@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from mmengine.model import BaseDataPreprocessor
+from mmengine.structures import BaseDataElement
 from torch import nn
 
+from ..elements import is_ordinary, moved
 from ..ops import check_constants
 
 _device = attrgetter('device')
@@ -129,7 +131,8 @@ class Family:
 
 
 def cast(preprocessor: BaseDataPreprocessor, batch: Any) -> Any:
-    """Do what ``cast_data`` does, without a call for each image that is on the device already.
+    """Do what ``cast_data`` does, in fewer steps for images that are on the device already and
+    for data samples.
 
     Args:
         preprocessor (BaseDataPreprocessor): Knows the device.
@@ -138,15 +141,17 @@ def cast(preprocessor: BaseDataPreprocessor, batch: Any) -> Any:
     Returns:
         Any: The batch on the device, in containers of its own.
     """
-    images = batch.get('inputs') if type(batch) is dict else None
-    if (
-        type(images) is not list
-        or set(map(type, images)) != {torch.Tensor}
-        or set(map(_device, images)) != {preprocessor.device}
-    ):
+    if type(batch) is not dict:
         return preprocessor.cast_data(batch)
     # In the batch's own order: some classes take its values by position.
-    return {
-        key: list(images) if key == 'inputs' else preprocessor.cast_data(value)
-        for key, value in batch.items()
-    }
+    return {key: _cast(preprocessor, value) for key, value in batch.items()}
+
+
+def _cast(preprocessor: BaseDataPreprocessor, value: Any) -> Any:
+    device = preprocessor.device
+    kinds = set(map(type, value)) if type(value) is list else set()
+    if kinds == {torch.Tensor} and set(map(_device, value)) == {device}:
+        return list(value)
+    if kinds and all(issubclass(kind, BaseDataElement) and is_ordinary(kind) for kind in kinds):
+        return [moved(sample, device, preprocessor._non_blocking) for sample in value]
+    return preprocessor.cast_data(value)

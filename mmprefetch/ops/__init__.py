@@ -78,8 +78,9 @@ def normalize_batch(
 
 def _implementation(images: Tensor | Sequence[Tensor]) -> Callable:
     """The function that is to do a batch: (plan, return_mask) -> (batch, mask or None)."""
-    first = images[0]
-    if first.dtype.is_floating_point and any(image.requires_grad for image in images):
+    tensors = (images,) if isinstance(images, Tensor) else images
+    first = tensors[0]
+    if first.dtype.is_floating_point and any(image.requires_grad for image in tensors):
         return _reference
     if first.device.type == 'cpu':
         return _cpu

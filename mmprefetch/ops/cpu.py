@@ -11,11 +11,14 @@ from .checks import Plan
 from .recycle import RecycledMemory
 from .reference import padding_mask
 
-# Values of one channel that are worked on at once. The float32 scratch for them stays in a core's
-# second-level cache; much smaller ones cost more in calls than they save.
-_BLOCK = 1 << 18
-# Images in a list of fewer pixels for each thread are stacked first: that copy then costs less than
-# the calls that it saves.
+# Values that one thread works on at once. The float32 scratch for them stays in the caches; much
+# smaller blocks cost more in calls than they save.
+_BLOCK = 1 << 20
+# More threads than this don't make blocks larger: they share the last cache.
+_MOST_THREADS = 4
+
+# Images of fewer values are gathered while they are integers: one more copy of them costs less than
+# a call for each.
 _SMALL = 1 << 15
 
 _memory = RecycledMemory()
@@ -34,7 +37,8 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: If a std is zero.
     """
-    if plan.std is not None and not plan.std.all():
+    # A list, which is looked through in less time than a tensor this small.
+    if plan.std is not None and 0 in plan.std.flatten().tolist():
         sample, channel = (plan.std == 0).nonzero()[0].tolist()
         raise ValueError(
             f'std: 0 for channel {channel} of sample {sample}; write 1 for a channel that is not '
@@ -75,11 +79,11 @@ def _fill(
     plan: Plan, images: Tensor | Sequence[Tensor], shapes: Sequence[tuple], out: Tensor
 ) -> None:
     """Write a batch of (C, H_i, W_i) images; ``out``: (N, C, H, W)."""
-    order = plan.order or range(plan.shape[1])
-    scratch = _Scratch(plan)
+    order = plan.order
+    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
+    scratch = _Scratch(plan, block)
     full = tuple(out.shape[-2:])
-    constants = None
-    for start, stop in _groups(shapes, plan, isinstance(images, Tensor)):
+    for start, stop in _groups(shapes, plan, block):
         if plan.orders is not None:
             order = plan.orders[start]
         height, width = shapes[start][-2:]
@@ -88,48 +92,65 @@ def _fill(
             target[:, :, :, width:] = plan.pad_value
             target[:, :, height:, :width] = plan.pad_value
             target = target[:, :, :height, :width]
-        pixels = scratch.stack(images, start, stop).unbind(1)
-        planes = target.unbind(1)
-        if plan.mean is None:
-            for channel, plane in zip(order, planes, strict=True):
-                plane.copy_(pixels[channel])
-            continue
-        if constants is None or plan.mean.shape[0] > 1:
-            constants = (_constants(plan.mean, start, stop), _constants(plan.std, start, stop))
-        rows = max(_BLOCK // ((stop - start) * width), 1)
-        for channel, plane, mean, std in zip(order, planes, *constants, strict=True):
-            if rows >= height:
-                _normalize(pixels[channel], mean, std, scratch.like(plane), plane)
+        group = scratch.gather(images[start:stop], shapes[start])
+        mean, std = _constants(plan.mean, start, stop), _constants(plan.std, start, stop)
+        rows = max(block // ((stop - start) * plan.shape[1] * width), 1)
+        for row in range(0, height, rows):
+            part = target[:, :, row : row + rows]
+            if mean is None and order is None:
+                _copy(group, row, part)
                 continue
-            for row in range(0, height, rows):
-                block = plane[:, row : row + rows]
-                part = pixels[channel][:, row : row + rows]
-                _normalize(part, mean, std, scratch.like(block), block)
+            values = scratch.like(part)
+            _copy(group, row, values)
+            _normalize(values, mean, std, order, part)
 
 
-def _normalize(pixels: Tensor, mean: Tensor, std: Tensor, scratch: Tensor, out: Tensor) -> None:
-    """Write ``(pixels.float() - mean) / std`` of one block to ``out``, by way of ``scratch``."""
-    if pixels.dtype == torch.float32:
-        torch.sub(pixels, mean, out=scratch)
+def _copy(group: Tensor | Sequence[Tensor], row: int, out: Tensor) -> None:
+    """Copy rows of a group of (C, H, W) images, from one on; ``out``: (G, C, h, W)."""
+    stop = row + out.shape[2]
+    if isinstance(group, Tensor):
+        out.copy_(group[:, :, row:stop])
     else:
-        scratch.copy_(pixels).sub_(mean)
-    # Division writes the result's memory: it waits for the divider anyway, and so hides the
-    # stores that leave the cache.
-    if out.dtype == torch.float32:
-        torch.div(scratch, std, out=out)
+        for image, place in zip(group, out.unbind(), strict=True):
+            place.copy_(image[:, row:stop])
+
+
+def _normalize(
+    values: Tensor,
+    mean: Tensor | None,
+    std: Tensor | None,
+    order: tuple[int, ...] | None,
+    out: Tensor,
+) -> None:
+    """Write ``(values - mean) / std`` to ``out``, both (G, C, h, W); changes the values."""
+    if order is None:
+        planes = [(values, mean, std, out)]
     else:
-        out.copy_(scratch.div_(std))
+        channels, none = values.unbind(1), [None] * len(order)
+        planes = zip(
+            [channels[channel] for channel in order],
+            none if mean is None else mean.unbind(1),
+            none if std is None else std.unbind(1),
+            out.unbind(1),
+            strict=True,
+        )
+    for plane, subtracted, divisor, target in planes:
+        if subtracted is None:
+            target.copy_(plane)
+        elif target.dtype == torch.float32:
+            # Division writes the result's memory: it waits for the divider anyway, and so hides
+            # the stores that leave the cache.
+            torch.div(plane.sub_(subtracted), divisor, out=target)
+        else:
+            target.copy_(plane.sub_(subtracted).div_(divisor))
 
 
-def _groups(shapes: Sequence[tuple], plan: Plan, stacked: bool) -> Iterator[tuple[int, int]]:
+def _groups(shapes: Sequence[tuple], plan: Plan, block: int) -> Iterator[tuple[int, int]]:
     """Runs of neighbours of one size and order that are done together, as (start, stop)."""
-    small = _SMALL * torch.get_num_threads()
     start = 0
     while start < len(shapes):
         shape = shapes[start]
-        size = shape[-2] * shape[-1]
-        most = _BLOCK // size if stacked or size < small else 1
-        limit = min(start + max(most, 1), len(shapes))
+        limit = min(start + max(block // prod(shape), 1), len(shapes))
         stop = limit if plan.uniform and plan.orders is None else start + 1
         while (
             stop < limit
@@ -146,18 +167,17 @@ def _rows(values: Tensor | None, start: int, stop: int) -> Tensor | None:
     return values if values is None or values.shape[0] == 1 else values[start:stop]
 
 
-def _constants(values: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-    """For each channel what to broadcast against (G, H, W) pixels."""
-    if values.shape[0] == 1:
-        return values.unbind(1)
-    return values[start:stop, :, None, None].unbind(1)
+def _constants(values: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """The rows of mean or std of a run of samples, to broadcast against (G, C, H, W) pixels."""
+    return None if values is None else _rows(values, start, stop)[..., None, None]
 
 
 class _Scratch:
     """Memory for one group of images and for one block, viewed in the shapes that are needed."""
 
-    def __init__(self, plan: Plan) -> None:
-        values = min(max(_BLOCK, plan.shape[-1]), plan.shape[0] * prod(plan.shape[-2:]))
+    def __init__(self, plan: Plan, block: int) -> None:
+        row = plan.shape[1] * plan.shape[-1]
+        values = min(max(block, row), plan.shape[0] * row * plan.shape[-2])
         self._block = _memory.empty((values,), torch.float32)
         self._stack: Tensor | None = None
         self._views: dict[torch.Size, Tensor] = {}
@@ -170,14 +190,16 @@ class _Scratch:
             view = self._views[shape] = self._block[: shape.numel()].view(shape)
         return view
 
-    def stack(self, images: Tensor | Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """A group of images as one (G, C, H, W) tensor."""
+    def gather(self, images: Tensor | Sequence[Tensor], shape: tuple) -> Tensor | Sequence[Tensor]:
+        """A group of images of one shape, as one (G, C, H, W) tensor where that saves time."""
         if isinstance(images, Tensor):
-            return images[start:stop]
-        first = images[start]
-        if stop - start == 1:
-            return first.unsqueeze(0)
-        shape = (stop - start, *first.shape)
-        if self._stack is None or self._stack.shape != shape:
-            self._stack = _memory.empty(shape, first.dtype)
-        return torch.stack(tuple(images[start:stop]), out=self._stack)
+            return images
+        if len(images) == 1:
+            return images[0].unsqueeze(0)
+        # Several threads would each write a part of every image, and later read all of some.
+        if prod(shape) >= _SMALL and torch.get_num_threads() == 1:
+            return images
+        full = (len(images), *shape)
+        if self._stack is None or self._stack.shape != full:
+            self._stack = _memory.empty(full, images[0].dtype)
+        return torch.stack(tuple(images), out=self._stack)

@@ -94,7 +94,7 @@ def assert_equal(cls, batch, training, fused=True, prepare=None, calls=1, **fiel
                 if way != 'at once':
                     staged = wrapper.stage(raw, 'train', 2)
                     if way == 'staged':  # as for an accelerator
-                        staged.packed = stage(raw, wrapper.device)
+                        staged.packed = stage((raw, None), wrapper.device)
                     wrapper.prefetch(raw, training, 'train', staged)
                     wrapper._runtime.stream(wrapper.device).submit(int).wait(lambda _: ())
                     assert toys.same(raw, batch), 'the raw batch changed before it was due'
