@@ -3,14 +3,18 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 
 import benchmark
 import benchmark_engine
 import benchmark_overlap
+import benchmark_preprocess
+import benchmark_preprocess_lines
 import draw_timeline
 import gpu_check_compare
 import pytest
 import torch
+from mmengine.model import ImgDataPreprocessor
 from toys import same
 
 SHORT = ('--steps', 1, '--depths', 2, '--rounds', 2, '--iterations', 20)
@@ -63,6 +67,59 @@ def test_preprocess_is_the_other_part(call_main, capsys, monkeypatch):
     monkeypatch.setitem(benchmark.PARTS, 'preprocess', asked.append)
     assert call_main(benchmark, 'preprocess', '--rounds', 1) == 0
     assert asked == [['--rounds', '1']]
+
+
+@pytest.mark.parametrize(('bound', 'status'), [(0, 0), (float('inf'), 1)])
+def test_preprocess_prints_a_line_for_each_contender(call_main, capsys, monkeypatch, bound, status):
+    shapes = [(3, 8, 8), (3, 6, 9)]
+    table = [
+        partial(
+            benchmark_preprocess_lines.preprocessor_line,
+            'two images',
+            ImgDataPreprocessor,
+            dict(bgr_to_rgb=True, pad_size_divisor=4),
+            shapes,
+            bound,
+        )
+    ]
+    monkeypatch.setattr(benchmark_preprocess, 'lines', lambda: table)
+    options = ('--threads', 1, '--rounds', 1, '--processes', 2)
+    assert call_main(benchmark, 'preprocess', *options) == status
+    printed = capsys.readouterr().out
+    row = r'^two images, ImgDataPreprocessor +\d+\.\d\d +\d+ +\d+\.\d\d +\d+\.\d x +\d+\.\d\d .* x'
+    assert re.search(row + (r'   BELOW inf x$' if status else '$'), printed, re.M)
+    assert re.search(r'^channel order .*: image\[\[2, 1, 0\]\] +\d', printed, re.M)
+    assert ('not all bounds are met' in printed) == bool(status)
+
+
+def test_processes_are_put_together():
+    times = benchmark_preprocess.apart(2, one_process, 3)
+    assert times.taken == [[3.0, 3.0], [1.0, 1.0]] and times.faults == [7, 7]
+    assert times.medians() == [3e3, 1e3]
+
+
+def one_process(value):
+    return benchmark_preprocess.Times('name', 1, [[float(value)], [1.0]], [7])
+
+
+def test_what_is_compared_gives_equal_images():
+    wrong = type('Wrong', (ImgDataPreprocessor,), dict(forward=wrong_forward))
+    with pytest.raises(AssertionError, match='not equal to Wrong'):
+        benchmark_preprocess_lines.preprocessor_line('x', wrong, {}, [(3, 4, 4)], 1)
+    with pytest.raises(AssertionError):
+        benchmark_preprocess_lines.arithmetic_line(
+            'x', lambda mean, std: lambda images: images + 0.0
+        )
+
+
+def wrong_forward(self, data, training=False):
+    return dict(inputs=torch.stack(data['inputs']).float() + 1)
+
+
+def test_preprocess_refuses_nothing_to_do(call_main, capsys):
+    with pytest.raises(SystemExit):
+        call_main(benchmark, 'preprocess', '--processes', 0)
+    assert '--processes must be at least 1, got 0' in capsys.readouterr().err
 
 
 def test_what_the_cost_is_measured_on():
