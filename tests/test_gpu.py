@@ -209,6 +209,18 @@ def test_neither_begin_nor_collect_blocks(works, slow_side_stream):
     assert toys.same(on_host(result), batch)
 
 
+def test_a_staged_batch_holds_no_memory_of_the_device():
+    preprocessor = wrapped()
+    batch = detection_batch()
+    warm_up(preprocessor, batch)
+    before = torch.cuda.memory_allocated(DEVICE)
+    staged = preprocessor.stage(batch, 'train', 2)
+    assert torch.cuda.memory_allocated(DEVICE) == before
+    preprocessor.prefetch(batch, True, 'train', staged)
+    assert torch.cuda.memory_allocated(DEVICE) > before
+    assert toys.same(on_host(preprocessor(batch, True)), batch)
+
+
 # -- order -----------------------------------------------------------------------------------------
 
 
