@@ -197,8 +197,8 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             return Result(moved, blocks)
 
         work = stream.submit(prepare)
-        if packed is not None and packed.slot is not None:
-            runtime.ring(split, 0).mark(packed.slot, work.barrier())
+        if packed is not None and packed.lease is not None:
+            packed.lease.copied(work.barrier())
         runtime.add(
             Ticket(batch, staged.watch, split, training, work, family, ambient, generation, samples)
         )

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mmengine.logging import print_log
@@ -70,7 +71,7 @@ class LookAheadLoader:
     """
 
     _OWN = frozenset({'_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_recorder',
-                      '_skip', '_left', '_current', '_passes'})  # fmt: skip
+                      '_plan', '_leading', '_current', '_passes'})  # fmt: skip
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class LookAheadLoader:
         self._depth = depth if preprocessor is not None else 0
         self._threaded = loader_thread and getattr(dataloader, 'num_workers', 0) > 0
         self._recorder = recorder
-        self._skip = 0
-        self._left: int | None = None
+        self._plan = Plan()
+        self._leading: Callable[[], LookAhead | None] = _no_pass
         # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
         self._current: Callable[[], LookAhead | None] = _no_pass
         self._passes: weakref.WeakSet[LookAhead] = weakref.WeakSet()
@@ -120,20 +121,25 @@ class LookAheadLoader:
             iterator, parts = iter(self._dataloader), None
         if self._depth == 0 and parts is None:
             return iterator
-        current = LookAhead(self, iterator, parts)
+        # One that is made while the loop's own pass goes on is somebody else's, such as a hook's.
+        leading = self._leading()
+        leads = leading is None or leading.ended
+        current = LookAhead(self, iterator, self._plan if leads else Plan(), leads, parts)
         self._passes.add(current)
         self._current = weakref.ref(current)
+        if leads:
+            self._leading = self._current
         return current
 
     def plan(self, skip: int = 0, limit: int | None = None) -> None:
-        """Say how many batches the loop is going to ask for.
+        """Say how many batches the loop is going to ask for, in this pass and those that follow it.
 
         Args:
             skip (int): Batches, from the next one on, that the loop passes over: they are handed
                 out without any work begun on them.
             limit (int, optional): Batches wanted after those. None: until the dataloader ends.
         """
-        self._skip, self._left = skip, limit
+        self._plan.skip, self._plan.left = skip, limit
 
     def fill(self) -> None:
         """Begin work on batches that are loaded, up to the depth. Never waits for a worker."""
@@ -160,12 +166,27 @@ def _plain(dataloader: Iterable) -> Iterable:
     return dataloader
 
 
+@dataclass
+class Plan:
+    """What a loop is going to ask for.
+
+    Args:
+        skip (int): Batches that are passed over first.
+        left (int | None): Batches wanted after those. None: until the dataloader ends.
+    """
+
+    skip: int = 0
+    left: int | None = None
+
+
 class LookAhead:
     """One pass over a dataloader that looks ahead.
 
     Args:
         loader (LookAheadLoader): Holds the settings, which outlive the pass.
         iterator (Iterator): The dataloader's own iterator.
+        plan (Plan): What is going to be asked for; one object for all passes of a loop.
+        leads (bool): Whether it is the loop's own pass, which speaks for those that follow.
         parts (deque, optional): Of a mixed dataset, the parts of each batch's samples.
     """
 
@@ -173,9 +194,14 @@ class LookAhead:
         self,
         loader: LookAheadLoader,
         iterator: Iterator,
+        plan: Plan,
+        leads: bool = True,
         parts: deque[list[int]] | None = None,
     ) -> None:
         self._loader = loader
+        self._plan = plan
+        self._leads = leads
+        self._depth = loader._depth
         self._preprocessor = loader._preprocessor
         self._iterator = iterator
         self._parts = parts
@@ -187,21 +213,26 @@ class LookAhead:
         self._exhausted = False
         self._unredeemed = 0
 
+    @property
+    def ended(self) -> bool:
+        """bool: Whether all batches were handed out, or the pass was closed."""
+        return self._ended and not self._begun
+
     def __iter__(self) -> LookAhead:
         return self
 
     def __next__(self) -> Any:
         loader = self._loader
-        if loader._skip > 0:
+        if self._plan.skip > 0:
             skipped = next(self._iterator)
-            loader._skip -= 1
+            self._plan.skip -= 1
             if self._parts is not None:
                 self._parts.popleft()
             return skipped
         self._retire()
-        if not self._begun and loader._left == 0 and not self._ended:
+        if not self._begun and self._plan.left == 0 and not self._ended:
             # More is asked for than was planned, as when a hook lets the training go on.
-            loader._left = None
+            self._plan.left = None
             self._source = None
         if not self._begun:
             self._begin(wait=True)
@@ -221,15 +252,16 @@ class LookAhead:
 
     def fill(self) -> None:
         """Begin work on batches that are loaded, up to the depth."""
+        if self._plan.skip > 0:
+            return  # the next batches are passed over
         if self._preparation is not None and self._preparation.early:
             return  # the loader thread does, whose own bound is the depth
-        while len(self._begun) < self._loader._depth and self._begin(wait=False):
+        while len(self._begun) < self._depth and self._begin(wait=False):
             pass
 
     def _begin(self, wait: bool) -> bool:
         """Begin work on the next batch; whether there was one."""
-        loader = self._loader
-        if self._ended or loader._left == 0:
+        if self._ended or self._plan.left == 0:
             return False
         if self._source is None:
             self._open()
@@ -239,8 +271,8 @@ class LookAhead:
         if isinstance(loaded.error, StopIteration):
             self._ended = self._exhausted = True
             return False
-        if loader._left is not None:
-            loader._left -= 1
+        if self._plan.left is not None:
+            self._plan.left -= 1
         if loaded.error is not None:
             self._ended = True
         self._preparation.begin(loaded)
@@ -254,7 +286,7 @@ class LookAhead:
         self._preparation = Preparation(
             self._preprocessor,
             loader._split,
-            loader._depth,
+            self._depth,
             # Without workers the dataset may hand out views of memory that its next item
             # overwrites.
             own=getattr(loader._dataloader, 'num_workers', 0) == 0,
@@ -263,19 +295,21 @@ class LookAhead:
             parts=self._parts,
         )
         kind = LoaderThread if loader._threaded else InlineSource
-        self._source = kind(self._iterator, self._preparation, max(loader._depth, 1), loader._left)
+        self._source = kind(self._iterator, self._preparation, max(self._depth, 1), self._plan.left)
 
     def _retire(self) -> None:
         """See whether the work begun on the batch handed out last was asked for."""
         handed, self._handed = self._handed, None
-        if handed is None or not self._loader._depth:
+        if handed is None or not self._depth:
             return
         if not self._preprocessor.discard(handed):
             self._unredeemed = 0
             return
         self._unredeemed += 1
         if self._unredeemed == UNREDEEMED_LIMIT:
-            self._loader._depth = 0
+            self._depth = 0
+            if self._leads:
+                self._loader._depth = 0
             self._preparation.active = False
             for loaded in self._begun:
                 self._preparation.drop(loaded)

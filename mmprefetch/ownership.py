@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from mmengine.structures import BaseDataElement
 
-from .elements import is_ordinary, new_like
+from .elements import IMMUTABLE, is_ordinary, new_like
 from .packing import copy_by_to
 
 
@@ -28,46 +29,80 @@ def own_memory(batch: Any) -> Any:
         batch (Any): A batch as the collate function made it.
 
     Returns:
-        Any: A batch of the same types and values that shares no tensor or array with it. Objects
-        that hold neither stay the same objects.
+        Any: A batch of the same types and values that shares no tensor or array with it. What is
+        one object at several places of it stays one. Objects that hold neither stay the same
+        objects.
     """
-    if isinstance(batch, torch.Tensor):
-        # Strides are kept, since they may decide which kernel works on the tensor.
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if isinstance(batch, np.ndarray):
-        # An array of objects holds references, which may lead to such memory as well.
-        return copy.deepcopy(batch) if batch.dtype == object else batch.copy(order='K')
-    if isinstance(batch, MutableMapping):
-        owned = copy.copy(batch)
-        for key in batch:
-            owned[key] = own_memory(batch[key])
-        return owned
-    if isinstance(batch, Mapping):
-        return {key: own_memory(batch[key]) for key in batch}
-    if isinstance(batch, list):
-        owned = copy.copy(batch)
-        owned[:] = map(own_memory, batch)
-        return owned
-    if isinstance(batch, tuple):
-        items = map(own_memory, batch)
-        return type(batch)(*items) if hasattr(batch, '_fields') else type(batch)(items)
-    if isinstance(batch, BaseDataElement) and is_ordinary(type(batch)):
-        owned, fields = new_like(batch)
-        for name in batch._data_fields & fields.keys():
-            fields[name] = own_memory(fields[name])
-        return owned
-    if hasattr(batch, 'to'):
-        try:
-            return copy.deepcopy(batch)
-        except TypeError:  # it holds what cannot be copied, such as a lock
-            return copy_by_to(batch)
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return type(batch)(map(own_memory, batch))
-    if isinstance(batch, (set, frozenset)):
-        return type(batch)(map(own_memory, batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        owned = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(owned, field.name, own_memory(getattr(batch, field.name)))
-        return owned
-    return batch
+    return _Copies().of(batch)
+
+
+class _Copies:
+    """Copies of the things in one batch, found again by the identity of the things."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        # Some containers make their items anew when asked: none may get the identity of another.
+        self._originals: list[Any] = []
+
+    def of(self, thing: Any) -> Any:
+        if type(thing) in IMMUTABLE:
+            return thing
+        if id(thing) not in self._made:
+            self._originals.append(thing)
+            self._copy(thing)
+        return self._made[id(thing)]
+
+    def _note(self, thing: Any, copied: Any) -> Any:
+        self._made[id(thing)] = copied
+        return copied
+
+    def _copy(self, thing: Any) -> None:
+        """Note the copy of a thing; of a container before its items, which may lead back to it."""
+        if isinstance(thing, torch.Tensor):
+            # Strides are kept, since they may decide which kernel works on the tensor.
+            self._note(thing, thing.detach().clone().requires_grad_(thing.requires_grad))
+        elif isinstance(thing, np.ndarray):
+            # An array of objects holds references, which may lead to such memory as well.
+            deep = thing.dtype == object
+            self._note(thing, copy.deepcopy(thing) if deep else thing.copy(order='K'))
+        elif isinstance(thing, MutableMapping):
+            copied = self._note(thing, copy.copy(thing))
+            for key in thing:
+                copied[key] = self.of(thing[key])
+        elif isinstance(thing, Mapping):
+            copied = self._note(thing, {})
+            copied.update((key, self.of(thing[key])) for key in thing)
+        elif isinstance(thing, list):
+            copied = self._note(thing, copy.copy(thing))
+            copied[:] = map(self.of, thing)
+        elif isinstance(thing, tuple):
+            items = map(self.of, thing)
+            kind = type(thing)
+            self._note(thing, kind(*items) if hasattr(thing, '_fields') else kind(items))
+        elif isinstance(thing, BaseDataElement) and is_ordinary(thing):
+            copied, fields = new_like(thing)
+            self._note(thing, copied)
+            for name in thing._data_fields & fields.keys():
+                fields[name] = self.of(fields[name])
+        elif hasattr(thing, 'to'):
+            self._note(thing, _deep_copy(thing))
+        elif isinstance(thing, (str, bytes)):
+            self._note(thing, thing)
+        elif isinstance(thing, (Sequence, set, frozenset)):
+            items = list(thing)
+            copies = list(map(self.of, items))
+            same = all(map(is_, copies, items))  # a range cannot be made of its items
+            self._note(thing, thing if same else type(thing)(copies))
+        elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+            copied = self._note(thing, copy.copy(thing))
+            for field in dataclasses.fields(thing):
+                object.__setattr__(copied, field.name, self.of(getattr(thing, field.name)))
+        else:
+            self._note(thing, thing)
+
+
+def _deep_copy(thing: Any) -> Any:
+    try:
+        return copy.deepcopy(thing)
+    except TypeError:  # it holds what cannot be copied, such as a lock
+        return copy_by_to(thing)

@@ -98,7 +98,7 @@ class Skeleton:
             self.packed.append((data, (container, key)))
 
     def element(self, data: BaseDataElement, container: Any, key: Any) -> None:
-        if not is_ordinary(type(data)):
+        if not is_ordinary(data):
             self.object(data, container, key)
             return
         copied, fields = new_like(data)

@@ -97,12 +97,12 @@ def lay_out(entries: Iterable[Entry]) -> list[Section]:
     alike: dict[tuple, list[Entry]] = {}
     for entry in entries:
         tensor = entry[0]
-        alike.setdefault((tensor.dtype, tensor.shape, tensor.is_contiguous()), []).append(entry)
+        alike.setdefault((tensor.dtype, tensor.shape, tensor.stride()), []).append(entry)
     mixed: dict[torch.dtype, list[Entry]] = {}
     sections: list[Section] = []
     stop = 0
-    for (dtype, _, contiguous), group in alike.items():
-        if contiguous and len(group) >= _MANY:
+    for (dtype, *_), group in alike.items():
+        if group[0][0].is_contiguous() and len(group) >= _MANY:
             sections.append(UniformSection(group, stop))
             stop = sections[-1].stop
         else:
@@ -119,5 +119,8 @@ def _padding(tensor: torch.Tensor) -> int:
 
 
 def _kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides that ``tensor.to(device)`` would give, which keeps those of dense memory."""
-    return None if tensor.is_contiguous() else torch.empty_like(tensor, device='meta').stride()
+    """The strides that ``tensor.to(device)`` would give, which keeps those of dense memory; None
+    for the usual ones of its shape."""
+    if tensor.is_contiguous() and 1 not in tensor.shape:  # those of a single element may be any
+        return None
+    return torch.empty_like(tensor, device='meta').stride()

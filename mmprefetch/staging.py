@@ -11,80 +11,13 @@ then each place is filled with a view of it.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .packing import Skeleton
+from .ring import Lease, PinnedRing
 from .sections import Section, lay_out
-
-
-class PinnedRing:
-    """A ring of pinned staging buffers, each reused when the copy out of it has finished.
-
-    A buffer grows to the largest batch it has held, rounded up to a power of two, so that batches
-    of changing size settle: the ring holds at most ``slots`` buffers of at most twice the largest
-    batch.
-
-    Args:
-        slots (int): How many batches may be staged or in transfer at a time.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._buffers: list[torch.Tensor | None] = [None] * slots
-        self._busy: list[Callable[[], None] | None] = [None] * slots
-        self._next = 0
-        self._pinned = True
-
-    @property
-    def nbytes(self) -> int:
-        """int: Bytes held."""
-        return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
-
-    def take(self, nbytes: int) -> tuple[torch.Tensor, int]:
-        """Take the next buffer, waiting until the copy out of it has finished.
-
-        Args:
-            nbytes (int): Bytes needed.
-
-        Returns:
-            tuple: A uint8 tensor of ``nbytes`` elements, and its slot for :meth:`mark`.
-        """
-        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
-        wait, self._busy[slot] = self._busy[slot], None
-        if wait is not None:
-            wait()
-        buffer = self._buffers[slot]
-        if buffer is None or buffer.numel() < nbytes:
-            self._buffers[slot] = None
-            buffer = self._buffers[slot] = self._allocate(1 << max(nbytes - 1, 1).bit_length())
-        return buffer[:nbytes], slot
-
-    def mark(self, slot: int, wait: Callable[[], None]) -> None:
-        """Note how to wait for the copy out of a slot.
-
-        Args:
-            slot (int): From :meth:`take`.
-            wait (Callable): Returns when the copy has finished.
-        """
-        self._busy[slot] = wait
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._pinned:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self._pinned = False
-                warnings.warn(
-                    f'No pinned memory for a staging buffer of {nbytes} bytes ({error}). Batches '
-                    'are staged in pageable memory from now on, which makes their transfer block '
-                    'the host. Raise the limit of locked memory (`ulimit -l`) or lower '
-                    '`train_cfg.prefetch_depth`.',
-                    stacklevel=2,
-                )
-        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class StagedBatch:
@@ -98,14 +31,18 @@ class StagedBatch:
         buffer (torch.Tensor): uint8, all packed tensors.
         sections (list): Where they lie.
         skeleton (Skeleton): What is built around them.
-        slot (int | None): The buffer's slot in its ring.
+        lease (Lease | None): Holds the buffer, where that is to be used again.
     """
 
     def __init__(
-        self, buffer: torch.Tensor, sections: list[Section], skeleton: Skeleton, slot: int | None
+        self,
+        buffer: torch.Tensor,
+        sections: list[Section],
+        skeleton: Skeleton,
+        lease: Lease | None,
     ) -> None:
         self.buffer = buffer
-        self.slot = slot
+        self.lease = lease
         self._sections = sections
         self._skeleton = skeleton
         self._flat: torch.Tensor | None = None
@@ -130,7 +67,9 @@ class StagedBatch:
         device = self._skeleton.device
         for tensor, (container, key) in self._skeleton.direct:
             strided = tensor.layout == torch.strided and not tensor.is_nested
-            moved = tensor.to(device, non_blocking=strided and tensor.is_pinned())
+            # A subclass may not know whether it is pinned.
+            pinned = type(tensor) is torch.Tensor and strided and tensor.is_pinned()
+            moved = tensor.to(device, non_blocking=pinned)
             container[key] = moved
             blocks += [moved] if strided else _parts(moved)
         return self._skeleton.complete(), blocks
@@ -168,13 +107,14 @@ def stage(batch: Any, device: torch.device, ring: PinnedRing | None = None) -> S
     sections = lay_out(skeleton.packed)
     total = sections[-1].stop if sections else 0
     if ring is None or total == 0:
-        buffer, slot = torch.empty(total, dtype=torch.uint8), None
+        lease, buffer = None, torch.empty(total, dtype=torch.uint8)
     else:
-        buffer, slot = ring.take(total)
+        lease = ring.take(total)
+        buffer = lease.buffer
     for section in sections:
         for view, tensor in zip(section.views(buffer), section.tensors, strict=True):
             view.copy_(tensor)
-    return StagedBatch(buffer, sections, skeleton, slot)
+    return StagedBatch(buffer, sections, skeleton, lease)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from torch import nn
 from .ambient import Ambient
 from .families import Family
 from .mixed import SampleConstants
-from .staging import PinnedRing, StagedBatch
+from .ring import PinnedRing
+from .staging import StagedBatch
 from .streams import Stream, Work, stream_for
 from .watch import FieldWatch, Watch
 
@@ -167,9 +168,10 @@ class Runtime:
 
     def ring(self, split: str, slots: int) -> PinnedRing:
         """The staging buffers of a split, made at the first call."""
-        if split not in self._rings:
-            self._rings[split] = PinnedRing(slots)
-        return self._rings[split]
+        with self._lock:
+            ring = self._rings.setdefault(split, PinnedRing(slots))
+            ring.slots = max(ring.slots, slots)
+            return ring
 
     def add(self, ticket: Ticket) -> None:
         """Keep a ticket until its batch comes back."""

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.model import BaseDataPreprocessor
@@ -11,6 +12,7 @@ from test_staging import Boxes, Renamed, WithProperty, batches, element, equal, 
 
 from mmprefetch.elements import is_ordinary, moved
 from mmprefetch.families.family import cast
+from mmprefetch.staging import stage
 
 CPU = torch.device('cpu')
 
@@ -50,9 +52,113 @@ def test_moved_goes_to_the_device():
         assert tensor.device.type == 'meta'
 
 
-@pytest.mark.parametrize(('kind', 'ordinary'), [(WithProperty, True), (Renamed, False)])
-def test_a_class_that_copies_itself_in_its_own_way_is_not_ordinary(kind, ordinary):
-    assert is_ordinary(kind) == ordinary
+class MetaProperty(BaseDataElement):
+    """mmengine's own pattern, for metainfo."""
+
+    @property
+    def img_shape(self):
+        return self._img_shape
+
+    @img_shape.setter
+    def img_shape(self, value):
+        self.set_field(value, '_img_shape', dtype=tuple, field_type='metainfo')
+
+
+class Slotted(BaseDataElement):
+    __slots__ = ('label',)
+
+
+class Elsewhere(BaseDataElement):
+    """Keeps a value where no list of fields names it."""
+
+    @property
+    def boxes(self):
+        return self._boxes
+
+    @boxes.setter
+    def boxes(self, value):
+        object.__setattr__(self, '_boxes', value)
+
+
+class Getting(WithProperty):
+    """Gives out something else than it holds."""
+
+    @property
+    def boxes(self):
+        return self._boxes + 1
+
+    @boxes.setter
+    def boxes(self, value):
+        self.set_field(value, '_boxes')
+
+
+class Deriving(BaseDataElement):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value.double() if isinstance(value, torch.Tensor) else value)
+
+
+class Hiding(BaseDataElement):
+    def __new__(cls, *args, **kwargs):
+        made = super().__new__(cls)
+        made.__dict__['hidden'] = 1
+        return made
+
+
+class Served(BaseDataElement):
+    def __getattr__(self, name):
+        if name == 'boxes':
+            return self.__dict__['store']
+        raise AttributeError(name)
+
+
+def flat():
+    data = PixelData()
+    data.set_field(torch.ones(2, 3), 'seg')
+    return data
+
+
+def served():
+    data = element(Served, {}, dict(boxes=torch.ones(2)))
+    data.__dict__['store'] = data.__dict__.pop('boxes')
+    return data
+
+
+def boxed(kind):
+    return element(kind, dict(path='a'), dict(boxes=torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize(
+    ('data', 'ordinary'),
+    [
+        (boxed(BaseDataElement), True),
+        (boxed(WithProperty), True),
+        (element(MetaProperty, dict(img_shape=(6, 7)), dict(boxes=torch.ones(2))), True),
+        (boxed(Renamed), False),
+        (element(Slotted, {}, dict(label=torch.ones(1))), False),
+        (boxed(Elsewhere), False),
+        (boxed(Getting), False),
+        (boxed(Deriving), False),
+        (boxed(Hiding), False),
+        (served(), False),
+        (flat(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_classes_that_copy_themselves_in_their_own_way(data, ordinary):
+    assert is_ordinary(data) == ordinary
+    expected = data.to(CPU)
+    names = [name for name in ('boxes', 'label', 'img_shape', 'seg', 'path') if name in data]
+    assert names
+    ways = dict(
+        moved=moved(data, CPU),
+        cast=cast(BaseDataPreprocessor(), dict(data_samples=[data]))['data_samples'][0],
+        staged=stage([data], CPU).deliver()[0][0],
+    )
+    for way, made in ways.items():
+        assert type(made) is type(expected), way
+        for name in names:
+            assert toys.same(getattr(made, name), getattr(expected, name)), (way, name)
+        assert vars(made).keys() == vars(expected).keys(), way
 
 
 @settings(deadline=None, max_examples=200)

@@ -71,6 +71,50 @@ class Recording:
             assert self.discard(batch)
 
 
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('limit', [None, 12])
+def test_a_hooks_own_pass_takes_nothing_from_the_loop(workers, limit):
+    preprocessor = Recording()
+    loader = LookAheadLoader(
+        DataLoader(Numbers(20), batch_size=1, num_workers=workers), preprocessor, 'train', 2
+    )
+    outer = iter(loader)
+    if limit is not None:
+        loader.plan(skip=2, limit=limit - 2)
+    seen, inner = [], []
+    for batch in itertools.islice(outer, 12):
+        if len(seen) >= 2 or limit is None:
+            preprocessor.model(batch)
+        seen.append(batch.item())
+        loader.fill()
+        if len(seen) in (1, 5):
+            time.sleep(0.05)
+            passes = []
+            for other in loader:
+                preprocessor.model(other)
+                passes.append(other.item())
+                if len(passes) == 6 and len(seen) == 1:
+                    break
+            inner.append(passes)
+    loader.close()
+    assert seen == list(range(12))
+    assert inner == [list(range(6)), list(range(20))]
+
+
+def test_a_pass_that_nobody_redeems_ends_look_ahead_for_itself_alone():
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(20), batch_size=1), preprocessor, 'train', 2)
+    outer = iter(loader)
+    for batch in itertools.islice(outer, 4):
+        preprocessor.model(batch)
+    for _ in range(2):
+        assert len(list(loader)) == 20
+    assert loader._depth == 2
+    begun = len(preprocessor.begun)
+    rest = list(outer)
+    assert len(rest) == 16 and len(preprocessor.begun) > begun
+
+
 def ids(loader, preprocessor):
     seen = []
     for batch in loader:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import threading
 from collections import UserList
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -102,3 +103,44 @@ def test_a_dataset_that_reuses_its_buffer(tmp_path, kind, preprocessor):
         toys.assert_same_run(stock, run)
         seen = [[then for _, then, _ in record.raw] for _, record in (stock, run)]
         assert toys.same(*seen)
+
+
+def test_one_object_at_two_places_stays_one():
+    tensor, shared = torch.zeros(2), [1]
+    owned = own_memory(dict(a=[tensor, shared], b=(tensor, shared)))
+    assert owned['a'][0] is owned['b'][0] is not tensor
+    assert owned['a'][1] is owned['b'][1] is not shared
+
+
+def test_what_leads_back_to_itself():
+    tree = dict(items=[torch.zeros(1)])
+    tree['parent'] = tree
+    tree['items'].append(tree['items'])
+    owned = own_memory(tree)
+    assert owned['parent'] is owned is not tree
+    assert owned['items'][1] is owned['items'] is not tree['items']
+    assert owned['items'][0] is not tree['items'][0]
+
+
+def test_sequences_that_cannot_be_made_of_their_items():
+    class Text(str):
+        pass
+
+    batch = dict(a=range(3), b=Text('ab'), c=bytearray(b'ab'))
+    assert own_memory(batch) == batch
+    assert type(own_memory(batch)['b']) is Text
+
+
+def test_items_that_are_made_anew_are_not_mixed_up():
+    class Fresh(Mapping):
+        def __iter__(self):
+            return iter(range(50))
+
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, key):
+            return np.full(1, key)
+
+    owned = own_memory(Fresh())
+    assert [int(owned[key][0]) for key in range(50)] == list(range(50))

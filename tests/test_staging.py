@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmprefetch import staging
 from mmprefetch.sections import ALIGNMENT
-from mmprefetch.staging import PinnedRing, stage
+from mmprefetch.staging import stage
 
 CPU = torch.device('cpu')
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
@@ -291,52 +291,23 @@ def test_large_pinned_tensors_go_from_where_they_lie(monkeypatch):
     assert count.copies == 2
 
 
-# -- the ring ------------------------------------------------------------------------------------
+@pytest.mark.parametrize('shape', [(2, 1, 4, 5), (2, 3, 1, 1), (1, 3, 1, 4)])
+@pytest.mark.parametrize('count', [1, 8])
+def test_strides_of_single_elements_are_kept(shape, count):
+    plain = [torch.rand(shape) for _ in range(count)]
+    last = [each.contiguous(memory_format=torch.channels_last).clone() for each in plain]
+    last = [torch.empty(shape, memory_format=torch.channels_last).copy_(each) for each in last]
+    batch = [each for pair in zip(plain, last, strict=True) for each in pair]
+    for tensor, moved in zip(batch, stage(batch, CPU).deliver()[0], strict=True):
+        assert torch.equal(moved, tensor)
+        assert moved.stride() == tensor.to('meta').stride()
 
 
-@pytest.fixture
-def pageable(monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, 'empty', lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
-    )
+def test_subclasses_that_do_not_know_whether_they_are_pinned():
+    class Unsure(torch.Tensor):
+        def is_pinned(self, *args):
+            raise TypeError('no implementation')
 
-
-def test_ring_reuses_a_buffer_only_after_its_copy(pageable):
-    ring = PinnedRing(2)
-    waited = []
-    first, slot = ring.take(100)
-    ring.mark(slot, lambda: waited.append('first'))
-    second, other = ring.take(100)
-    ring.mark(other, lambda: waited.append('second'))
-    assert first.data_ptr() != second.data_ptr() and not waited
-    again, slot = ring.take(100)
-    assert waited == ['first'] and again.data_ptr() == first.data_ptr()
-    ring.take(100)
-    assert waited == ['first', 'second']
-    ring.take(100)  # nobody marked the slot: the batch was dropped before its transfer
-    assert waited == ['first', 'second']
-
-
-def test_ring_is_bounded_over_many_sizes(pageable):
-    ring = PinnedRing(4)
-    sizes = torch.randint(1, 1 << 16, (10_000,), generator=torch.Generator().manual_seed(0))
-    held = []
-    for size in sizes.tolist():
-        buffer, _ = ring.take(size)
-        assert buffer.numel() == size
-        held.append(ring.nbytes)
-    assert max(held) <= 4 * (1 << 16)
-    assert len(set(held[200:])) == 1
-
-
-def test_no_pinned_memory_warns_once():
-    if torch.accelerator.is_available():
-        pytest.skip('pinned memory can be had here')
-    ring = PinnedRing(2)
-    with pytest.warns(UserWarning, match='pageable memory.*prefetch_depth') as caught:
-        for _ in range(4):
-            buffer, _ = ring.take(1 << 10)
-            ring._buffers = [None, None]
-            buffer.fill_(1)
-    assert len(caught) == 1
+    tensor = torch.ones(2).as_subclass(Unsure)
+    (moved,), _ = stage([tensor], CPU).deliver()
+    assert type(moved) is Unsure and torch.equal(moved, tensor)

@@ -13,7 +13,7 @@ from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 
 from mmprefetch import PrefetchDataPreprocessor, loading, ops, tickets
 from mmprefetch.lookahead import LookAheadLoader
-from mmprefetch.staging import PinnedRing
+from mmprefetch.ring import PinnedRing
 from mmprefetch.streams import (
     AcceleratorAPI,
     AcceleratorStream,
@@ -125,7 +125,10 @@ def test_without_the_readers_wait_values_are_wrong(monkeypatch):
 
 
 def test_without_the_wait_before_a_buffer_is_reused_values_are_wrong(monkeypatch):
-    monkeypatch.setattr(PinnedRing, 'mark', lambda self, slot, wait: None)
+    give_back = PinnedRing.give_back
+    monkeypatch.setattr(
+        PinnedRing, 'give_back', lambda self, buffer, wait: give_back(self, buffer, None)
+    )
     raw = batches(20)
     device = emulated.Device(0, most=0.02)
     preprocessor = wrapped(monkeypatch, device)

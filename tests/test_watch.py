@@ -1,6 +1,10 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Whatever a hook changes about a batch is noticed."""
 
+from array import array
+from collections import UserList, deque
+from collections.abc import Sequence
+
 import pytest
 import torch
 import toys
@@ -23,7 +27,15 @@ def batch():
         inputs=dict(sup=[torch.zeros(2)], unsup=(torch.zeros(2), [torch.zeros(1)])),
         data_samples=[sample],
         extra=None,
+        square=torch.zeros(3, 3),
+        queue=deque([torch.zeros(1)]),
+        users=UserList([torch.zeros(1)]),
+        numbers=[float(number) for number in range(1000)],
     )
+
+
+def as_metainfo(sample, name):
+    sample.set_field(sample.pop(name), name, field_type='metainfo')
 
 
 CHANGES = [
@@ -42,7 +54,16 @@ CHANGES = [
     lambda b: setattr(b['data_samples'][0], 'added', 1),
     lambda b: b['data_samples'][0].set_metainfo(dict(path='b')),
     lambda b: b['data_samples'].clear(),
+    lambda b: as_metainfo(b['data_samples'][0], 'text'),
     lambda b: setattr(b['inputs']['sup'][0], 'data', torch.ones(2)),
+    lambda b: b['inputs']['sup'][0].requires_grad_(),
+    lambda b: setattr(b['square'], 'data', b['square'].data[:, :2]),
+    lambda b: setattr(b['square'], 'data', b['square'].data.t()),
+    lambda b: b['queue'].__setitem__(0, torch.zeros(1)),
+    lambda b: b['queue'][0].add_(1),
+    lambda b: b['users'].append(torch.zeros(1)),
+    lambda b: b['numbers'].__setitem__(500, -1.0),
+    lambda b: b['numbers'].append(torch.zeros(1)),
 ]
 
 
@@ -53,6 +74,30 @@ def test_every_change_is_noticed(change):
     assert not watch.changed()
     change(raw)
     assert watch.changed()
+
+
+def test_what_leads_back_to_itself_is_watched_once():
+    tree = dict(items=[1, 'x'])
+    tree['parent'] = tree
+    tree['items'].append(tree['items'])
+    watch = Watch(dict(tree=tree))
+    assert not watch.changed()
+    tree['items'][0] = 2
+    assert watch.changed()
+
+
+def test_items_that_are_made_anew_each_time_are_no_change():
+    class Fresh(Sequence):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            if index >= 2:
+                raise IndexError
+            return [object()]
+
+    watch = Watch(dict(a=Fresh(), b=range(10**6, 10**6 + 3), c=array('d', [1.5, 2.5])))
+    assert not watch.changed()
 
 
 def test_a_mapping_whose_values_are_no_view():

@@ -12,7 +12,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement
 from torch import nn
 
-from ..elements import is_ordinary, moved
+from ..elements import moved
 from ..ops import check_constants
 
 _device = attrgetter('device')
@@ -152,6 +152,6 @@ def _cast(preprocessor: BaseDataPreprocessor, value: Any) -> Any:
     kinds = set(map(type, value)) if type(value) is list else set()
     if kinds == {torch.Tensor} and set(map(_device, value)) == {device}:
         return list(value)
-    if kinds and all(issubclass(kind, BaseDataElement) and is_ordinary(kind) for kind in kinds):
+    if kinds and all(issubclass(kind, BaseDataElement) for kind in kinds):
         return [moved(sample, device, preprocessor._non_blocking) for sample in value]
     return preprocessor.cast_data(value)
