@@ -1,6 +1,7 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Equal to stock, to the bit, where it is easy to get wrong."""
 
+import itertools
 import random
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 import toys
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
-from mmengine.registry import MODELS, OPTIM_WRAPPERS
+from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPERS
 from mmengine.runner import Runner
 
 from mmprefetch.lookahead import LookAheadLoader
@@ -40,6 +42,31 @@ def test_a_dataloader_that_ends_is_started_again_at_the_stock_moment(tmp_path, w
     # Starting a dataloader draws from the generator that dropout draws from.
     record = check(tmp_path, (2,), finite, train=ITERS, workers=workers, val=False)
     assert len(record.indices) == 11 > 7
+
+
+@HOOKS.register_module(force=True)
+class Peek(Hook):
+    """Reads some of the training batches between two iterations, as to measure their statistics."""
+
+    def __init__(self):
+        self.sums = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter in (2, 3):
+            for batch in itertools.islice(runner.train_dataloader, 3):
+                inputs = runner.model.data_preprocessor(batch, False)['inputs']
+                self.sums.append(inputs.double().sum().item())
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('train', [ITERS, dict(by_epoch=True, max_epochs=2)])
+def test_a_hook_that_reads_the_training_dataloader(tmp_path, workers, train):
+    def peeking(cfg):
+        cfg['train_dataloader']['sampler'] = dict(type='DefaultSampler', shuffle=True)
+        cfg['train_dataloader']['batch_size'] = 2
+
+    hook = dict(type='Peek')
+    check(tmp_path, (1, 2), peeking, train=train, workers=workers, val=False, hooks=[hook])
 
 
 @OPTIM_WRAPPERS.register_module(force=True)
