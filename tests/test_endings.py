@@ -150,7 +150,10 @@ def test_nothing_is_left_when_the_process_ends(tmp_path, how):
     while (line := process.stdout.readline()) and line.strip() != 'training':
         pass
     if how != 'exit':
-        time.sleep(2)  # into the epoch
+        # Into an epoch: between two of them there are no workers.
+        deadline = time.monotonic() + 60
+        while len(children_of(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert len(children_of(process.pid)) >= 3
         os.killpg(process.pid, how) if how == signal.SIGINT else os.kill(process.pid, how)
     _, errors = process.communicate(timeout=60)

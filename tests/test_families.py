@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import re
 import threading
 import warnings
 import weakref
@@ -403,3 +404,74 @@ def test_cast_does_what_cast_data_does(inputs):
     assert toys.same(made, preprocessor.cast_data(raw)) and list(made) == list(raw)
     assert made is not raw and (made['inputs'] is not inputs or isinstance(inputs, torch.Tensor))
     assert cast(preprocessor, inputs) is not None
+
+
+# -- layout, order, messages -----------------------------------------------------------------------
+
+
+def stacked(shape=(2, 3, 6, 7), layout=torch.channels_last, dtype=torch.uint8):
+    images = torch.empty(shape, dtype=dtype, memory_format=layout)
+    return images.copy_(torch.randint(0, 256, shape))
+
+
+@pytest.mark.parametrize('options', [{}, dict(bgr_to_rgb=True)])
+@pytest.mark.parametrize(
+    'images',
+    [
+        stacked(),
+        stacked((2, 1, 6, 7)),
+        stacked((2, 3, 1, 1)),
+        stacked(layout=torch.contiguous_format),
+        stacked((2, 3, 7, 7)).transpose(2, 3),
+        stacked(layout=torch.contiguous_format)[:, :, ::2],
+        list(stacked()),
+    ],
+    ids=range(7),
+)
+def test_results_have_the_strides_of_the_class(images, options):
+    if images[0].shape[0] == 1:
+        options = {}  # the class cannot reverse one channel
+    fields = dict(mean=[127.0], std=[60.0], **options)
+    stock = ImgDataPreprocessor(**fields)
+    expected = stock(dict(inputs=images), True)['inputs']
+    wrapper = PrefetchDataPreprocessor.around(ImgDataPreprocessor(**fields), fields)
+    raw = dict(inputs=images)
+    at_once = wrapper(raw, True)['inputs']
+    wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 2))
+    ahead = wrapper(raw, True)['inputs']
+    wrapper.close()
+    for made in (at_once, ahead):
+        assert torch.equal(made, expected) and made.stride() == expected.stride()
+
+
+@pytest.mark.parametrize('raw', [dict(inputs=1, data_samples=2), dict(data_samples=2, inputs=1),
+                                 dict(inputs=1), dict(extra=3, inputs=1)])  # fmt: skip
+def test_the_keys_come_in_the_order_of_the_class(raw):
+    raw = {**raw, 'inputs': [torch.zeros(3, 4, 4)]}
+    wrapper = PrefetchDataPreprocessor.around(ImgDataPreprocessor(), {})
+    assert list(wrapper(raw)) == list(ImgDataPreprocessor()(raw))
+
+
+@pytest.mark.parametrize(
+    ('images', 'said'),
+    [
+        (
+            [torch.zeros(3, 4, 4), torch.zeros(1, 4, 4)],
+            'sample 1 has number of channels 1 but sample 0 has 3.*bring all images',
+        ),
+        ([torch.zeros(1, 4, 4)], r'mean: 3 values for images of 1 channels \(sample 0\); write 1'),
+        ([torch.zeros(4, 4)], r'sample 0 has shape \(4, 4\); write \(C, H, W\)'),
+    ],
+)
+def test_an_error_of_the_class_says_what_to_write(images, said):
+    fields = dict(mean=[1.0, 2.0, 3.0], std=[1.0, 2.0, 3.0])
+    wrapper = PrefetchDataPreprocessor.around(ImgDataPreprocessor(**fields), fields)
+    raw = dict(inputs=images)
+    with pytest.raises(AssertionError) as at_once:
+        wrapper(raw)
+    wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 2))
+    with pytest.raises(AssertionError) as ahead:
+        wrapper(raw, True)
+    wrapper.close()
+    for caught in (at_once, ahead):
+        assert re.search(said, caught.value.__notes__[-1])

@@ -71,8 +71,11 @@ class Family:
     def remember_mean(self, made: nn.Module, fields: dict) -> None:
         """Keep the mean as plain numbers until the first batch says of which dtype images are:
         reading it from the device would make the host wait."""
-        if isinstance(fields.get('mean'), Sequence):
-            vars(made)['_unseen_mean'] = tuple(fields['mean'])
+        vars(made)['_unseen_mean'] = {
+            name: tuple(fields[name])
+            for name, _ in self.constants
+            if isinstance(fields.get(name), Sequence)
+        }
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         """Do what may run ahead: what depends on the batch alone.

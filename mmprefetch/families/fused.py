@@ -11,6 +11,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from .family import Family, cast
+from .passes import objection
 
 
 @dataclass
@@ -114,7 +115,7 @@ class FusedFamily(Family):
         if begun.done:
             result = begun.result
         elif begun.pixels is None:
-            result = preprocessor(begun.data, training)
+            result = own_forward(preprocessor, begun.data, training)
         else:
             result = self.rest(preprocessor, begun.data, begun.pixels, training)
         if begun.fields and result.get('data_samples') is begun.data['data_samples']:
@@ -132,7 +133,7 @@ class FusedFamily(Family):
             data = cast(preprocessor, batch)
         pixels = self._pixels(preprocessor, data, training)
         if pixels is None:
-            return preprocessor(batch, training)
+            return own_forward(preprocessor, batch, training)
         return self.rest(preprocessor, data, pixels, training)
 
     def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
@@ -140,6 +141,29 @@ class FusedFamily(Family):
         if not all(hasattr(preprocessor, name) for name in names):
             return None  # another version of the class than the one that was declared
         return self.pixels(preprocessor, data, training)
+
+
+def own_forward(preprocessor: nn.Module, data: dict, training: bool) -> Any:
+    """Run a class's own forward on what the fused pass did not take.
+
+    Args:
+        preprocessor (nn.Module): The preprocessor.
+        data (dict): A batch.
+        training (bool): Whether to preprocess for training.
+
+    Returns:
+        Any: What the class's own forward returns.
+
+    Raises:
+        Exception: What that raises, with a note where the fused pass knows of a reason.
+    """
+    try:
+        return preprocessor(data, training)
+    except Exception as error:
+        reason = objection(preprocessor, data['inputs'])
+        if reason is not None:
+            error.add_note(reason)
+        raise
 
 
 def twin(

@@ -42,6 +42,11 @@ class MultiBranchFamily(Family):
         if isinstance(inner, dict):
             super().check(inner)
 
+    def remember_mean(self, made: nn.Module, fields: dict) -> None:
+        inner = fields.get(self.inner_field)
+        if isinstance(inner, dict):
+            super().remember_mean(made.data_preprocessor, inner)
+
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> list:
         inner = preprocessor.data_preprocessor
         family = family_of(type(inner))

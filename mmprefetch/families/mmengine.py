@@ -106,7 +106,9 @@ def _answering(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with_pixels(data: dict, pixels: Tensor) -> dict:
-    return {'data_samples': None, **data, 'inputs': pixels}
+    made = {**data, 'inputs': pixels}
+    made.setdefault('data_samples', None)
+    return made
 
 
 def declare() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .fused import FusedFamily, unchanged
 from .mmengine import AnyChannels
-from .passes import fused
+from .passes import fused, laid_out_as_usual
 from .registry import register_family
 
 
@@ -119,7 +119,7 @@ def clips(preprocessor: nn.Module, video: Tensor) -> Tensor | None:
         Tensor | None: The float32 clips in the same shape; None if they are none.
     """
     dims = {'NCHW': 3, 'NCTHW': 4}.get(preprocessor.format_shape)
-    if dims is None or video.dim() < dims or not video.numel():
+    if dims is None or video.dim() < dims or not video.numel() or not laid_out_as_usual(video):
         return None
     made = fused(
         preprocessor,

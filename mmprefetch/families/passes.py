@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import normalize_batch, reversal, warn_if_unscaled
+from ..ops import check_batch, normalize_batch, reversal, warn_if_unscaled
 
 _dtype, _shape = attrgetter('dtype'), attrgetter('shape')
 
@@ -50,6 +50,43 @@ def becomes_float(preprocessor: nn.Module, dtype: torch.dtype) -> bool:
         if dtype not in (torch.float32, torch.int64):
             return False
     return True
+
+
+def laid_out_as_usual(tensor: Tensor) -> bool:
+    """Whether a tensor has the strides that a new one of its shape has.
+
+    Args:
+        tensor (Tensor): Any.
+
+    Returns:
+        bool: True if so. A dimension of a single element may have any without being called not
+        contiguous.
+    """
+    if not tensor.is_contiguous():
+        return False
+    return 1 not in tensor.shape or (
+        tensor.stride() == torch.empty(tensor.shape, device='meta').stride()
+    )
+
+
+def objection(preprocessor: nn.Module, images: Any) -> str | None:
+    """What the fused pass has to say against images.
+
+    Args:
+        preprocessor (nn.Module): Holds the constants.
+        images (Any): Whatever a batch holds as ``inputs``.
+
+    Returns:
+        str | None: The sample, the key, what was found and what to write; None if nothing is wrong.
+    """
+    if not isinstance(images, (Tensor, list, tuple)):
+        return None
+    mean, std = (vars(preprocessor).get('_buffers', {}).get(name) for name in ('mean', 'std'))
+    try:
+        check_batch(images, mean, std)
+    except ValueError as error:
+        return f'data_preprocessor: {error}'
+    return None
 
 
 def fused(
@@ -101,7 +138,9 @@ def fused(
         order = reversal(channels)
     elif reverse and reverse_any is None:
         return None
-    unseen = vars(preprocessor).pop('_unseen_mean', None)
+    if isinstance(images, Tensor) and not laid_out_as_usual(images):
+        return None  # the class's result has the strides of its input, which decide about kernels
+    unseen = vars(preprocessor).get('_unseen_mean', {}).pop(names[0], None)
     if unseen is not None:
         warn_if_unscaled(unseen, images[0].dtype)
     return _normalize(images, mean, std, order, options)

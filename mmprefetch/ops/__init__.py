@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .checks import check_constants, plan_batch, reversal, warn_if_unscaled
+from .checks import check_batch, check_constants, plan_batch, reversal, warn_if_unscaled
 from .cpu import normalize as _cpu
 from .reference import normalize as _reference
 
-__all__ = ['check_constants', 'normalize_batch', 'reversal', 'warn_if_unscaled']
+__all__ = ['check_batch', 'check_constants', 'normalize_batch', 'reversal', 'warn_if_unscaled']
 
 
 def normalize_batch(

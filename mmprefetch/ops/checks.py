@@ -133,6 +133,22 @@ def warn_if_unscaled(
     return True
 
 
+def check_batch(
+    images: Tensor | Sequence[Tensor], mean: Tensor | None = None, std: Tensor | None = None
+) -> None:
+    """Check images, and that they fit mean and std, without doing anything with them.
+
+    Args:
+        images: See :func:`mmprefetch.ops.normalize_batch`.
+        mean: See there.
+        std: See there.
+
+    Raises:
+        ValueError: See there.
+    """
+    plan_batch(images, mean, std, None, 1, None, 0, torch.float32, torch.contiguous_format, None)
+
+
 def plan_batch(
     images: Tensor | Sequence[Tensor],
     mean: Tensor | None,
@@ -162,6 +178,12 @@ def plan_batch(
     else:
         if not len(images):
             raise ValueError('images: an empty sequence; write at least one (C, H, W) tensor')
+        for index, image in enumerate(images):
+            if not isinstance(image, Tensor):
+                raise ValueError(
+                    f'images: sample {index} is a {type(image).__name__}; write tensors, for an '
+                    'array `torch.from_numpy(array)`'
+                )
         first = images[0]
         shapes = list(map(_shape, images))
         distinct = set(shapes)
@@ -202,6 +224,8 @@ def plan_batch(
             f'out: a {out.dtype} tensor of shape {tuple(out.shape)} on {out.device}; write a '
             f'{dtype} tensor of shape {shape} on {first.device}'
         )
+    if out is not None:
+        _check_apart(images, out)
     return Plan(
         images=images,
         shapes=shapes,
@@ -217,6 +241,22 @@ def plan_batch(
         memory_format=memory_format,
         out=out,
     )
+
+
+def _check_apart(images: Tensor | Sequence[Tensor], out: Tensor) -> None:
+    """Check that each element of ``out`` has memory of its own, apart from the images."""
+    if any(step == 0 < size - 1 for step, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(
+            f'out: strides {out.stride()}, by which elements share memory; write a tensor of its '
+            'own memory'
+        )
+    storage = out.untyped_storage().data_ptr()
+    given = [images] if isinstance(images, Tensor) else images
+    for index, image in enumerate(given):
+        if image.untyped_storage().data_ptr() == storage and storage:
+            raise ValueError(
+                f'out: shares its memory with images (sample {index}); write a tensor of its own'
+            )
 
 
 def _check_alike(
@@ -299,8 +339,8 @@ def _per_channel(
     given = shape[0] if rows is None else shape[1]
     if given not in (1, channels):
         raise ValueError(
-            f'{key}: {given} values for images of {channels} channels (sample 0); write 1 or '
-            f'{channels} values'
+            f'{key}: {given} values for images of {channels} channels (sample 0); write '
+            f'{"1 value" if channels == 1 else f"1 or {channels} values"}'
         )
     return values.reshape(rows or 1, given).float().expand(rows or 1, channels)
 

@@ -53,6 +53,13 @@ def _call(forward, raw, training):
     return result, [returns_raw, *_generators()]
 
 
+def _strides(result):
+    """Those of the images, which decide which kernels a model's layers run."""
+    inputs = result.get('inputs')
+    return [each.stride() for each in (inputs if isinstance(inputs, list) else [inputs])
+            if isinstance(each, torch.Tensor)]  # fmt: skip
+
+
 def assert_equal(cls, batch, training, fused=True, prepare=None, calls=1, **fields):
     """The wrapper's results are the class's own to the bit, and the raw batch is left as the
     class leaves it: called at once, with its work begun ahead, and from a staging buffer.
@@ -100,6 +107,7 @@ def assert_equal(cls, batch, training, fused=True, prepare=None, calls=1, **fiel
                     assert toys.same(raw, batch), 'the raw batch changed before it was due'
                 got, got_state = _call(wrapper, raw, training)
                 assert toys.same(got, result), way
+                assert _strides(got) == _strides(result), way
                 assert toys.same(got_state, state), f'{way}: whose list, or generators'
                 if way != 'staged':  # what is changed in place is in the staging buffer there
                     assert toys.same(raw, raw_after), f'{way}: the raw batch'

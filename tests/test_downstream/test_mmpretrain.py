@@ -185,3 +185,24 @@ def test_augments_that_a_hook_swaps_between_batches(swap):
     batch = dict(inputs=[pixels((3, 6, 6), seed=i) for i in range(4)], data_samples=samples(4, 1))
     assert_equal(module.ClsDataPreprocessor, batch, True, calls=2, prepare=prepare, mean=MEAN,
                  std=STD, num_classes=4, batch_augments=MIXES[0])  # fmt: skip
+
+
+@pytest.mark.parametrize('to_rgb', [True, False])
+@pytest.mark.parametrize('layout', [torch.channels_last, torch.contiguous_format])
+def test_results_have_the_strides_of_the_class(layout, to_rgb):
+    images = pixels((4, 3, 8, 9)).contiguous(memory_format=layout)
+    plain = layout is torch.contiguous_format
+    fields = dict(mean=MEAN, std=STD, to_rgb=to_rgb, fused=plain)
+    batch = dict(inputs=images, data_samples=None)
+    views = dict(inputs=[images, images], data_samples=None)
+    assert_equal(module.ClsDataPreprocessor, batch, True, **fields)
+    assert_equal(module.VideoDataPreprocessor, batch, True, format_shape='NCHW', **fields)
+    assert_equal(module.MultiModalDataPreprocessor, batch, True, **fields)
+    assert_equal(module.SelfSupDataPreprocessor, views, True, **fields)
+
+
+def test_a_mean_in_0_to_1_is_warned_of_in_either_place():
+    fields = dict(mean=MEAN, std=STD, second_mean=[0.4] * 3, second_std=[0.2] * 3)
+    wrapper = PrefetchDataPreprocessor(wraps='mmpretrain.TwoNormDataPreprocessor', **fields)
+    with pytest.warns(UserWarning, match='mean .0.4, 0.4, 0.4. lies in 0..1'):
+        wrapper(dict(inputs=[pixels((2, 3, 4, 4))] * 2, data_samples=None), True)

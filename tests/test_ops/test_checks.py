@@ -12,7 +12,16 @@ IMAGE = torch.zeros(3, 4, 5, dtype=torch.uint8)
 FOUR = torch.zeros(4, 4, 5, dtype=torch.uint8)
 C3, C4 = torch.ones(3), torch.ones(4)
 
+OUT = torch.zeros(2, 3, 4, 5)
+
 BAD = {
+    'no tensor': (([IMAGE, IMAGE.numpy()],), {}, ('sample 1 is a ndarray', 'torch.from_numpy')),
+    'out among the images': (([OUT[1], OUT[0]],), dict(out=OUT), ('out: shares', 'sample 0')),
+    'out of shared elements': (
+        ([IMAGE, IMAGE],),
+        dict(out=OUT[:1].expand(2, 3, 4, 5)),
+        ('out: strides (0,', 'of its own memory'),
+    ),
     'three values on four channels': (([FOUR], C3, C3), {}, ('mean: 3 values', '4 channels')),
     'std alone does not fit': (([FOUR], C4, C3), {}, ('std: 3 values', '4 channels', 'sample 0')),
     'own constants of too few': (
