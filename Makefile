@@ -11,9 +11,9 @@ PYTHON := $(ENV)/bin/python
 BASE_PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 PIP_INSTALL := $(PYTHON) -m pip install --constraint constraints.txt
 INSTALL_INPUTS := setup.py pyproject.toml constraints.txt $(wildcard requirements/*.txt)
-# The stamps lie in the environment that they speak of.
 DOWNSTREAM_ENV ?= $(ENV)-downstream
 DOWNSTREAM_PYTHON := $(DOWNSTREAM_ENV)/bin/python
+# The stamps lie in the environment that they speak of.
 DEMO_INSTALLED := $(ENV)/.mmprefetch-demo
 TESTS_INSTALLED := $(ENV)/.mmprefetch-tests
 DOWNSTREAM_INSTALLED := $(DOWNSTREAM_ENV)/.mmprefetch-downstream

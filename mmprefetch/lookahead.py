@@ -195,7 +195,7 @@ class LookAhead:
         loader: LookAheadLoader,
         iterator: Iterator,
         plan: Plan,
-        leads: bool = True,
+        leads: bool,
         parts: deque[list[int]] | None = None,
     ) -> None:
         self._loader = loader

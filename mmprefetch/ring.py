@@ -25,7 +25,7 @@ class PinnedRing:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._free: deque[torch.Tensor | None] = deque()
+        self._free: deque[torch.Tensor] = deque()
         self._in_transfer: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
         self._sizes: dict[int, int] = {}
         self._pinned = True

@@ -118,9 +118,24 @@ def _padding(tensor: torch.Tensor) -> int:
     return -tensor.nbytes % ALIGNMENT // tensor.itemsize
 
 
+def laid_out_as_usual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the strides that a new one of its shape has.
+
+    Args:
+        tensor (torch.Tensor): Any.
+
+    Returns:
+        bool: True if so. A dimension of a single element may have any without being called not
+        contiguous.
+    """
+    if not tensor.is_contiguous():
+        return False
+    return 1 not in tensor.shape or (
+        tensor.stride() == torch.empty(tensor.shape, device='meta').stride()
+    )
+
+
 def _kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides that ``tensor.to(device)`` would give, which keeps those of dense memory; None
     for the usual ones of its shape."""
-    if tensor.is_contiguous() and 1 not in tensor.shape:  # those of a single element may be any
-        return None
-    return torch.empty_like(tensor, device='meta').stride()
+    return None if laid_out_as_usual(tensor) else torch.empty_like(tensor, device='meta').stride()

@@ -124,7 +124,7 @@ def _memory_may_follow(device: torch.device) -> bool:
     try:
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(1)
-    except (RuntimeError, NotImplementedError):  # torch does this for some kinds of device only
+    except RuntimeError:  # torch does this for some kinds of device only
         return False
     return True
 

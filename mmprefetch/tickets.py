@@ -169,7 +169,9 @@ class Runtime:
     def ring(self, split: str, slots: int) -> PinnedRing:
         """The staging buffers of a split, made at the first call."""
         with self._lock:
-            ring = self._rings.setdefault(split, PinnedRing(slots))
+            if split not in self._rings:
+                self._rings[split] = PinnedRing(slots)
+            ring = self._rings[split]
             ring.slots = max(ring.slots, slots)
             return ring
 

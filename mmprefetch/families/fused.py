@@ -115,7 +115,7 @@ class FusedFamily(Family):
         if begun.done:
             result = begun.result
         elif begun.pixels is None:
-            result = own_forward(preprocessor, begun.data, training)
+            result = self._own_forward(preprocessor, begun.data, training)
         else:
             result = self.rest(preprocessor, begun.data, begun.pixels, training)
         if begun.fields and result.get('data_samples') is begun.data['data_samples']:
@@ -133,7 +133,7 @@ class FusedFamily(Family):
             data = cast(preprocessor, batch)
         pixels = self._pixels(preprocessor, data, training)
         if pixels is None:
-            return own_forward(preprocessor, batch, training)
+            return self._own_forward(preprocessor, batch, training)
         return self.rest(preprocessor, data, pixels, training)
 
     def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
@@ -142,28 +142,17 @@ class FusedFamily(Family):
             return None  # another version of the class than the one that was declared
         return self.pixels(preprocessor, data, training)
 
-
-def own_forward(preprocessor: nn.Module, data: dict, training: bool) -> Any:
-    """Run a class's own forward on what the fused pass did not take.
-
-    Args:
-        preprocessor (nn.Module): The preprocessor.
-        data (dict): A batch.
-        training (bool): Whether to preprocess for training.
-
-    Returns:
-        Any: What the class's own forward returns.
-
-    Raises:
-        Exception: What that raises, with a note where the fused pass knows of a reason.
-    """
-    try:
-        return preprocessor(data, training)
-    except Exception as error:
-        reason = objection(preprocessor, data['inputs'])
-        if reason is not None:
-            error.add_note(reason)
-        raise
+    def _own_forward(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
+        """Run the class's own forward on what the fused pass did not take. What it raises gets a
+        note where the pass knows of a reason."""
+        try:
+            return preprocessor(data, training)
+        except Exception as error:
+            # Other classes may hold something else than one image for each sample.
+            reason = objection(preprocessor, data['inputs']) if self.by_sample else None
+            if reason is not None:
+                error.add_note(reason)
+            raise
 
 
 def twin(

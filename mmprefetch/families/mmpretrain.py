@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..sections import laid_out_as_usual
 from .fused import FusedFamily, unchanged
 from .mmengine import AnyChannels
-from .passes import fused, laid_out_as_usual
+from .passes import fused
 from .registry import register_family
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import check_batch, normalize_batch, reversal, warn_if_unscaled
+from ..sections import laid_out_as_usual
 
 _dtype, _shape = attrgetter('dtype'), attrgetter('shape')
 
@@ -50,23 +51,6 @@ def becomes_float(preprocessor: nn.Module, dtype: torch.dtype) -> bool:
         if dtype not in (torch.float32, torch.int64):
             return False
     return True
-
-
-def laid_out_as_usual(tensor: Tensor) -> bool:
-    """Whether a tensor has the strides that a new one of its shape has.
-
-    Args:
-        tensor (Tensor): Any.
-
-    Returns:
-        bool: True if so. A dimension of a single element may have any without being called not
-        contiguous.
-    """
-    if not tensor.is_contiguous():
-        return False
-    return 1 not in tensor.shape or (
-        tensor.stride() == torch.empty(tensor.shape, device='meta').stride()
-    )
 
 
 def objection(preprocessor: nn.Module, images: Any) -> str | None:

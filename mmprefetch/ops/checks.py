@@ -178,12 +178,12 @@ def plan_batch(
     else:
         if not len(images):
             raise ValueError('images: an empty sequence; write at least one (C, H, W) tensor')
-        for index, image in enumerate(images):
-            if not isinstance(image, Tensor):
-                raise ValueError(
-                    f'images: sample {index} is a {type(image).__name__}; write tensors, for an '
-                    'array `torch.from_numpy(array)`'
-                )
+        if not all(issubclass(kind, Tensor) for kind in set(map(type, images))):
+            index = next(i for i, image in enumerate(images) if not isinstance(image, Tensor))
+            raise ValueError(
+                f'images: sample {index} is a {type(images[index]).__name__}; write tensors, for '
+                'an array `torch.from_numpy(array)`'
+            )
         first = images[0]
         shapes = list(map(_shape, images))
         distinct = set(shapes)

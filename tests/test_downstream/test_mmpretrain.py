@@ -206,3 +206,12 @@ def test_a_mean_in_0_to_1_is_warned_of_in_either_place():
     wrapper = PrefetchDataPreprocessor(wraps='mmpretrain.TwoNormDataPreprocessor', **fields)
     with pytest.warns(UserWarning, match='mean .0.4, 0.4, 0.4. lies in 0..1'):
         wrapper(dict(inputs=[pixels((2, 3, 4, 4))] * 2, data_samples=None), True)
+
+
+def test_an_error_over_views_is_not_explained_as_one_over_images():
+    wrapper = PrefetchDataPreprocessor(
+        wraps='mmpretrain.SelfSupDataPreprocessor', mean=MEAN, std=STD
+    )
+    with pytest.raises(ValueError, match='not enough values to unpack') as caught:
+        wrapper(dict(inputs=[pixels((2, 3, 4, 4))] * 2), True)
+    assert not hasattr(caught.value, '__notes__')
