@@ -104,7 +104,10 @@ def test_nothing_is_left_in_the_process(tmp_path, where, train, persistent):
 
 
 SCRIPT = """
-import sys
+import atexit, sys, threading
+# Runs last of all, since it is registered first.
+atexit.register(lambda: print('left:', [
+    thread.name for thread in threading.enumerate() if thread.name.startswith('mmprefetch')]))
 sys.path[:0] = [{root!r}, {tests!r}]
 import time, toys
 toys.ToyImages.__getitem__ = (lambda get: lambda self, i: (time.sleep(0.05), get(self, i))[1])(
@@ -114,6 +117,8 @@ runner = toys.Runner.from_cfg(cfg)
 if {how!r} == 'exit':
     iterator = iter(runner.train_loop.dataloader)
     batch = next(iterator)
+    while iterator._source._ready.empty():
+        time.sleep(0.01)  # the thread has run ahead, and waits
     print('training', flush=True)
     sys.exit(0)
 print('training', flush=True)
@@ -156,10 +161,12 @@ def test_nothing_is_left_when_the_process_ends(tmp_path, how):
             time.sleep(0.01)
         assert len(children_of(process.pid)) >= 3
         os.killpg(process.pid, how) if how == signal.SIGINT else os.kill(process.pid, how)
-    _, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == (0 if how == 'exit' else -how if how == signal.SIGTERM else 1) or (
         how == signal.SIGINT and process.returncode in (130, -signal.SIGINT)
     ), errors
+    if how != signal.SIGTERM:
+        assert 'left: []' in output
     deadline = time.monotonic() + 30
     while children_of(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
