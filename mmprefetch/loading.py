@@ -206,10 +206,15 @@ class LoaderThread:
         self._thread.join(timeout=0.2)
         results = getattr(self._iterator, '_data_queue', None)
         if self._thread.is_alive() and results is not None:
+            if hasattr(results, 'cancel_join_thread'):  # a pipe that workers write to
+                # One that was killed as it wrote keeps it locked for ever: the process would wait
+                # at its exit for what is put there.
+                results.cancel_join_thread()
             # No task has this number, so `next` fails at once in the thread, which has been told
             # to stop and drops the error.
             results.put((-1, None))
-            self._thread.join(timeout=2.0)
+            # Where that cannot be read, it fails at torch's next look for dead workers (5 s).
+            self._thread.join(timeout=6.0)
         ready = []
         while not self._ready.empty():
             ready.append(self._ready.get())

@@ -172,3 +172,32 @@ def test_nothing_is_left_when_the_process_ends(tmp_path, how):
         time.sleep(0.1)
     assert children_of(process.pid) == []
     assert shared_memory() - before == set()
+
+
+LOCKED = """
+import os, signal, sys, time
+sys.path[:0] = [{root!r}, {tests!r}]
+import toys
+toys.ToyImages.__getitem__ = lambda self, index: time.sleep(600)
+cfg = toys.prefetching(toys.config({work!r}, workers=1))
+dataloader = toys.Runner.from_cfg(cfg).train_loop.dataloader
+passing = iter(dataloader)
+passing.fill()
+assert passing._source is not None
+passing._iterator._data_queue._wlock.acquire()  # as a worker does before it writes
+try:
+    os.kill(passing._iterator._workers[0].pid, signal.SIGKILL)
+    time.sleep(60)
+except RuntimeError as error:  # torch's, from its handler of the signal
+    assert 'killed by signal' in str(error)
+{end}
+"""
+
+
+@pytest.mark.parametrize('end', ['dataloader.close()', 'sys.exit(0)'])
+def test_a_worker_killed_as_it_writes_holds_nothing_up(tmp_path, end):
+    script = LOCKED.format(root=str(ROOT), tests=str(ROOT / 'tests'), work=str(tmp_path), end=end)
+    run = subprocess.run(
+        [sys.executable, '-c', script], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
