@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence, ValuesView
 from itertools import chain
-from operator import is_
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -29,37 +30,29 @@ class Watch:
 
     def __init__(self, batch: Any) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._sequences: list[Collection] = []
         self._mappings: list[Mapping] = []
-        self._fields: list[dict] = []
+        self._contents: list[Collection] = []  # sequences, and live views of values
         self._plain: list[tuple[list, list]] = []
         self._sets: list[set] = []  # of data elements, the names of their fields
         self._walk(batch, {})
-        contents = self._contents()
-        self._lengths = list(map(len, chain(contents, self._sets)))
+        self._lengths = list(map(len, chain(self._contents, self._sets)))
         # Held, so that no other object can get one of their identities.
-        self._held = list(chain.from_iterable(contents))
+        self._held = list(chain.from_iterable(self._contents))
         self._keys = list(map(list, self._mappings))
         self._floats = [tensor for tensor in self._tensors if tensor.dtype.is_floating_point]
-        self._states = self._states_now()
+        self._required = [tensor.requires_grad for tensor in self._floats]
+        self._states = _States(self._tensors)
 
     def changed(self) -> bool:
         """bool: Whether the batch is no longer what it was."""
-        contents = self._contents()
-        return (
-            list(map(len, chain(contents, self._sets))) != self._lengths
-            or not all(map(is_, chain.from_iterable(contents), self._held))
-            or list(map(list, self._mappings)) != self._keys
-            or any(now != then for now, then in self._plain)
-            or self._states_now() != self._states
+        return not (
+            all(map(eq, map(len, chain(self._contents, self._sets)), self._lengths))
+            and all(map(is_, chain.from_iterable(self._contents), self._held))
+            and all(map(eq, map(list, self._mappings), self._keys))
+            and all(now == then for now, then in self._plain)
+            and not self._states.changed()
+            and [tensor.requires_grad for tensor in self._floats] == self._required
         )
-
-    def _contents(self) -> list[Collection]:
-        mappings = (*self._mappings, *self._fields)
-        return [*self._sequences, *[mapping.values() for mapping in mappings]]
-
-    def _states_now(self) -> tuple[list, list[bool]]:
-        return _states(self._tensors), [tensor.requires_grad for tensor in self._floats]
 
     def _walk(self, thing: Any, seen: dict[int, Any]) -> None:
         if isinstance(thing, torch.Tensor):
@@ -74,30 +67,64 @@ class Watch:
                 return
             # Some sequences make their items anew each time that they are asked for them.
             if not isinstance(thing, tuple) and all(map(is_, thing, thing)):
-                self._sequences.append(thing)
+                self._contents.append(thing)
             for item in thing:
                 self._walk(item, seen)
         elif isinstance(thing, Mapping):
             seen[id(thing)] = thing
             self._mappings.append(thing)
-            for item in thing.values():
+            self._contents.append(_values(thing))
+            for item in _values(thing):
                 self._walk(item, seen)
         elif isinstance(thing, set):
             self._sets.append(thing)
         elif hasattr(thing, 'to'):
             seen[id(thing)] = thing
             fields = getattr(thing, '__dict__', {})
-            self._fields.append(fields)
+            self._contents.append(fields.values())
             for item in fields.values():
                 self._walk(item, seen)
 
 
-def _states(tensors: list[torch.Tensor]) -> list:
-    """What changes when tensors are written in place, or are given other data or dimensions."""
-    states: list = []
-    for tensor in tensors:  # each touched once: by now they are no longer in the caches
-        states += (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.numel())
-    return states
+def _values(mapping: Mapping) -> Collection:
+    """A view of a mapping's values that stays true, whatever a subclass makes of ``values``."""
+    return dict.values(mapping) if isinstance(mapping, dict) else ValuesView(mapping)
+
+
+class _States:
+    """What changes when tensors are written in place, or are given other data or dimensions.
+
+    To look at a batch again is work of the thread that trains, and by then nothing of it is in
+    the processor's caches: each tensor is touched once, nothing is built, and what is compared
+    with lies side by side or is shared by many tensors.
+
+    Args:
+        tensors (list[torch.Tensor]): Strided tensors.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        shared: dict = {}
+        self._tensors = tensors
+        self._pointers = array('Q', [tensor.data_ptr() for tensor in tensors])
+        self._versions = [tensor._version for tensor in tensors]
+        strides = [tensor.stride() for tensor in tensors]
+        self._strides = list(map(shared.setdefault, strides, strides))
+        self._numels = [tensor.numel() for tensor in tensors]
+
+    def changed(self) -> bool:
+        """bool: Whether one of the tensors is no longer what it was."""
+        now_and_then = zip(
+            self._tensors, self._versions, self._pointers, self._strides, self._numels, strict=True
+        )
+        for tensor, version, pointer, stride, numel in now_and_then:
+            if (
+                tensor._version != version
+                or tensor.data_ptr() != pointer
+                or tensor.stride() != stride
+                or tensor.numel() != numel
+            ):
+                return True
+        return False
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
@@ -124,21 +151,25 @@ class FieldWatch:
     def __init__(self, module: nn.Module, attributes: bool) -> None:
         self._module = module
         self._attributes = attributes
-        self._then = self._now()
+        self._remember(self._objects())
 
     def changed(self) -> bool:
         """bool: Whether a field is no longer what it was when this was last asked."""
-        before, self._then = self._then, self._now()
-        return not _are(self._then[0], before[0]) or self._then[1] != before[1]
+        objects = self._objects()
+        if _are(objects, self._then) and not self._states.changed():
+            return False
+        self._remember(objects)
+        return True
 
-    def _now(self) -> tuple[list, list]:
+    def _remember(self, objects: list) -> None:
+        self._then = objects
+        tensors = (thing for thing in objects if isinstance(thing, torch.Tensor))
+        self._states = _States([tensor for tensor in tensors if _is_counted(tensor)])
+
+    def _objects(self) -> list:
         objects: list[Any] = []
-        tensors = []
         for module in self._module.modules():
             if self._attributes:
                 objects += [v for name, v in vars(module).items() if name not in self._IGNORED]
-            for tensor in (*module._buffers.values(), *module._parameters.values()):
-                objects.append(tensor)
-                if tensor is not None and _is_counted(tensor):
-                    tensors.append(tensor)
-        return objects, _states(tensors)
+            objects += (*module._buffers.values(), *module._parameters.values())
+        return objects

@@ -2,7 +2,7 @@
 """Whatever a hook changes about a batch is noticed."""
 
 from array import array
-from collections import UserList, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Sequence
 
 import pytest
@@ -30,6 +30,8 @@ def batch():
         square=torch.zeros(3, 3),
         queue=deque([torch.zeros(1)]),
         users=UserList([torch.zeros(1)]),
+        options=UserDict(scale=torch.zeros(1)),
+        config=ConfigDict(scale=torch.zeros(1)),
         numbers=[float(number) for number in range(1000)],
     )
 
@@ -44,6 +46,10 @@ CHANGES = [
     lambda b: b['inputs']['sup'].append(torch.zeros(2)),
     lambda b: b['inputs']['unsup'][1][0].zero_(),
     lambda b: b.pop('extra'),
+    lambda b: b['options'].__setitem__('scale', torch.zeros(1)),
+    lambda b: b['options']['scale'].add_(1),
+    lambda b: b['config'].__setitem__('scale', torch.zeros(1)),
+    lambda b: b['config'].__setitem__('shift', None),
     lambda b: b.__setitem__('new', None),
     lambda b: b.__setitem__('other', b.pop('extra')),
     lambda b: b.__setitem__('extra', 3),
