@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,7 +153,6 @@ class LoaderThread:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name='mmprefetch-loader', daemon=True)
         self._thread.start()
-        _threads.add(self)
 
     def _run(self) -> None:
         if self._device_index is not None:
@@ -219,20 +216,6 @@ class LoaderThread:
         while not self._ready.empty():
             ready.append(self._ready.get())
         return ready
-
-
-_threads: weakref.WeakSet[LoaderThread] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """End what a program that exits within a pass has left running.
-
-    A thread that comes out of torch's C++ code once the interpreter is being taken down is ended
-    there by force, and that aborts the process.
-    """
-    for thread in list(_threads):
-        thread.close()
 
 
 def _current_device_index() -> int | None:

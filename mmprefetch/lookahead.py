@@ -7,7 +7,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -212,6 +215,11 @@ class LookAhead:
         self._ended = False
         self._exhausted = False
         self._unredeemed = 0
+        # A thread that runs on while the interpreter is taken down is ended by force, which aborts
+        # the process where torch's C++ code is on its stack. Registered once the dataloader's
+        # iterator is made, so that this comes before torch ends the workers.
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
+        atexit.register(self._at_exit)
 
     @property
     def ended(self) -> bool:
@@ -326,6 +334,7 @@ class LookAhead:
     def close(self) -> None:
         """End the pass. Asking for a further batch then raises StopIteration."""
         self._ended = True
+        atexit.unregister(self._at_exit)
         handed, self._handed = self._handed, None
         if handed is not None:
             self._preprocessor.discard(handed)
@@ -341,3 +350,10 @@ class LookAhead:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _close_at_exit(current: Callable[[], LookAhead | None], process: int) -> None:
+    left = current()
+    # The workers of a pass belong to the process that began it, not to its forks.
+    if left is not None and os.getpid() == process:
+        left.close()
