@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .mixed import next_noted
 from .ownership import own_memory
 
 
@@ -56,6 +57,17 @@ class Preparation:
         self.early = early
         self._parts = parts
         self.active = depth > 0
+
+    def next_of(self, iterator: Iterator) -> Any:
+        """Take the next batch of the dataloader's iterator.
+
+        Args:
+            iterator (Iterator): The iterator.
+
+        Returns:
+            Any: The batch.
+        """
+        return next(iterator) if self._parts is None else next_noted(iterator, self._parts)
 
     def load(self, batch: Any) -> Loaded:
         """Make a batch ready for its transfer.
@@ -104,13 +116,19 @@ class Preparation:
 
 class InlineSource:
     """Loads and stages on the calling thread: without worker processes, dataset code runs here
-    and may draw from the global random generators."""
+    and may draw from the global random generators.
 
-    def __init__(
-        self, iterator: Iterator, preparation: Preparation, depth: int, limit: int | None
-    ) -> None:
+    Args:
+        iterator (Iterator): The dataloader's iterator.
+        preparation (Preparation): Makes batches ready.
+    """
+
+    def __init__(self, iterator: Iterator, preparation: Preparation) -> None:
         self._iterator = iterator
         self._preparation = preparation
+
+    def start(self) -> None:
+        """There is nothing that would run beside the calling thread."""
 
     def take(self, wait: bool) -> Loaded:
         """Load the next batch.
@@ -122,7 +140,7 @@ class InlineSource:
             Loaded: A batch or an error; StopIteration at the end.
         """
         try:
-            return self._preparation.load(next(self._iterator))
+            return self._preparation.load(self._preparation.next_of(self._iterator))
         except Exception as error:  # raised again where the batch is due
             return Loaded(error=error)
 
@@ -134,45 +152,73 @@ class InlineSource:
 class LoaderThread:
     """Loads and stages in a thread, at most ``depth`` batches ahead of :meth:`take`.
 
+    Ctrl-C can break off whatever the main thread does here, also while it ends the thread. So the
+    two talk through queues only: locks of Python's own making would stay locked, and a join that
+    is broken off takes the thread for ended.
+
     Args:
         iterator (Iterator): The dataloader's iterator.
         preparation (Preparation): Makes batches ready.
         depth (int): Loaded batches that may lie ready.
         limit (int | None): Batches to load in all.
+        timeout (float): The dataloader's own, seconds to wait for a batch; 0: for ever.
     """
 
     def __init__(
-        self, iterator: Iterator, preparation: Preparation, depth: int, limit: int | None
+        self,
+        iterator: Iterator,
+        preparation: Preparation,
+        depth: int,
+        limit: int | None,
+        timeout: float = 0,
     ) -> None:
         self._iterator = iterator
         self._preparation = preparation
         self._limit = limit
+        self._timeout = timeout
+        if timeout:
+            # The thread begins to wait before the batch is asked for: the time counts in `take`.
+            iterator._timeout = 0
         self._device_index = _current_device_index()
-        self._room = threading.Semaphore(depth)
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
         self._ready: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-        self._stopped = threading.Event()
+        self._stopped = False
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name='mmprefetch-loader', daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which whoever calls this can already :meth:`close`."""
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._load_all()
+        except BaseException as error:  # raised again where the batch is due
+            if not self._stopped:
+                self._ready.put(Loaded(error=error))
+        finally:
+            self._over.put(None)
+
+    def _load_all(self) -> None:
         if self._device_index is not None:
             # A new thread is on device 0, and pinning memory there would take up memory of it.
             torch.accelerator.set_device_index(self._device_index)
         loaded = 0
         while loaded != self._limit:
-            self._room.acquire()
-            if self._stopped.is_set():
+            self._room.get()
+            if self._stopped:
                 break
-            try:
-                batch = next(self._iterator)
-                if self._stopped.is_set():
-                    break
-                self._ready.put(self._preparation.load(batch))
-            except BaseException as error:  # raised again where the batch is due
-                if not self._stopped.is_set():
-                    self._ready.put(Loaded(error=error))
+            batch = self._preparation.next_of(self._iterator)
+            if self._stopped:
                 break
-            del batch
+            ready = self._preparation.load(batch)
+            if self._stopped:
+                self._preparation.drop(ready)
+                break
+            self._ready.put(ready)
+            del batch, ready
             loaded += 1
 
     def take(self, wait: bool) -> Loaded | None:
@@ -184,38 +230,64 @@ class LoaderThread:
         Returns:
             Loaded | None: A batch or an error (StopIteration at the end); None when it is not
             loaded yet and ``wait`` is False.
+
+        Raises:
+            RuntimeError: It was waited for longer than the dataloader's ``timeout``. A further
+                call goes on waiting.
         """
         try:
-            loaded = self._ready.get(block=wait)
+            loaded = self._ready.get(block=wait, timeout=self._timeout or None)
         except queue.Empty:
+            if wait:
+                raise RuntimeError(f'DataLoader timed out after {self._timeout} seconds') from None
             return None
-        self._room.release()
+        self._room.put(None)
         return loaded
 
     def close(self) -> list[Loaded]:
-        """End the thread. It may be waiting for a worker process: wake it.
+        """End the thread. It may be waiting for a worker process: wake it. May be called again.
 
         Returns:
             list: What lay ready.
         """
-        self._stopped.set()
-        self._room.release()
-        self._thread.join(timeout=0.2)
-        results = getattr(self._iterator, '_data_queue', None)
-        if self._thread.is_alive() and results is not None:
-            if hasattr(results, 'cancel_join_thread'):  # a pipe that workers write to
-                # One that was killed as it wrote keeps it locked for ever: the process would wait
-                # at its exit for what is put there.
-                results.cancel_join_thread()
-            # No task has this number, so `next` fails at once in the thread, which has been told
-            # to stop and drops the error.
-            results.put((-1, None))
+        self._stopped = True
+        self._room.put(None)
+        if not self._has_ended(within=0.2):
+            self._wake()
             # Where that cannot be read, it fails at torch's next look for dead workers (5 s).
-            self._thread.join(timeout=6.0)
+            self._has_ended(within=6.0)
         ready = []
         while not self._ready.empty():
             ready.append(self._ready.get())
+        # For a thread that waits in `take`, if it is another one that closes.
+        self._ready.put(Loaded(error=StopIteration()))
         return ready
+
+    def _has_ended(self, within: float) -> bool:
+        if self._thread.ident is None:
+            return True  # it was never started
+        if threading.current_thread() is self._thread:
+            return False  # it has found a pass that nobody holds any more: its own
+        try:
+            self._over.get(timeout=within)
+        except queue.Empty:
+            return False
+        self._over.put(None)  # for the next who asks
+        self._thread.join(within)  # it has nothing left to do
+        return True
+
+    def _wake(self) -> None:
+        """Let the thread's waiting for a worker process end."""
+        results = getattr(self._iterator, '_data_queue', None)
+        if results is None:
+            return
+        if hasattr(results, 'cancel_join_thread'):  # a pipe that workers write to
+            # One that was killed as it wrote keeps it locked for ever: the process would wait at
+            # its exit for what is put there.
+            results.cancel_join_thread()
+        # No task has this number, so `next` fails at once in the thread, which has been told to
+        # stop and drops the error.
+        results.put((-1, None))
 
 
 def _current_device_index() -> int | None:

@@ -27,7 +27,7 @@ from .loading import (
     shut_workers,
     told_by_workers,
 )
-from .mixed import PartRecorder
+from .mixed import PartRecorder, next_noted
 
 UNREDEEMED_LIMIT = 3
 """Batches in a row whose begun work the model did not ask for, before look-ahead ends."""
@@ -116,6 +116,10 @@ class LookAheadLoader:
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator:
+        # Persistent workers serve one pass at a time: while one is open they are its own.
+        workers = getattr(self._dataloader, '_iterator', None)
+        if workers is not None and any(current.uses(workers) for current in self._passes):
+            self._dataloader._iterator = None
         # Made here and now, as a plain loop would: it draws from the global random generator
         # and may start worker processes.
         if self._recorder is not None:
@@ -226,16 +230,22 @@ class LookAhead:
         """bool: Whether all batches were handed out, or the pass was closed."""
         return self._ended and not self._begun
 
+    def uses(self, iterator: Iterator) -> bool:
+        """bool: Whether batches of this iterator of the dataloader are still to come here."""
+        return self._iterator is iterator and not self._exhausted
+
     def __iter__(self) -> LookAhead:
         return self
 
     def __next__(self) -> Any:
         loader = self._loader
         if self._plan.skip > 0:
-            skipped = next(self._iterator)
-            self._plan.skip -= 1
-            if self._parts is not None:
+            if self._parts is None:
+                skipped = next(self._iterator)
+            else:
+                skipped = next_noted(self._iterator, self._parts)
                 self._parts.popleft()
+            self._plan.skip -= 1
             return skipped
         self._retire()
         if not self._begun and self._plan.left == 0 and not self._ended:
@@ -302,15 +312,27 @@ class LookAhead:
             early=loader._threaded and self._preprocessor.compute_on_host,
             parts=self._parts,
         )
-        kind = LoaderThread if loader._threaded else InlineSource
-        self._source = kind(self._iterator, self._preparation, max(self._depth, 1), self._plan.left)
+        if loader._threaded:
+            self._source = LoaderThread(
+                self._iterator,
+                self._preparation,
+                max(self._depth, 1),
+                self._plan.left,
+                getattr(loader._dataloader, 'timeout', 0),
+            )
+        else:
+            self._source = InlineSource(self._iterator, self._preparation)
+        self._source.start()
 
     def _retire(self) -> None:
         """See whether the work begun on the batch handed out last was asked for."""
         handed, self._handed = self._handed, None
-        if handed is None or not self._depth:
+        if handed is None:
             return
-        if not self._preprocessor.discard(handed):
+        unredeemed = self._preprocessor.discard(handed)
+        if not self._depth:
+            return  # nothing was begun, but its samples may have been remembered
+        if not unredeemed:
             self._unredeemed = 0
             return
         self._unredeemed += 1
@@ -332,21 +354,25 @@ class LookAhead:
             )
 
     def close(self) -> None:
-        """End the pass. Asking for a further batch then raises StopIteration."""
+        """End the pass. Asking for a further batch then raises StopIteration.
+
+        Ctrl-C may break it off: it can then be called again, and is at the exit of the process.
+        """
         self._ended = True
-        atexit.unregister(self._at_exit)
+        exhausted = self._exhausted
         handed, self._handed = self._handed, None
         if handed is not None:
             self._preprocessor.discard(handed)
-        source, self._source = self._source, None
-        if source is not None:
-            self._begun.extend(source.close())
+        if self._source is not None:
+            self._begun.extend(self._source.close())
             for loaded in self._begun:
                 self._preparation.drop(loaded)
+            self._source = None
         self._begun.clear()
-        iterator, self._iterator = self._iterator, iter(())
-        if not self._exhausted:
-            shut_workers(self._loader._dataloader, iterator)
+        if not exhausted:
+            shut_workers(self._loader._dataloader, self._iterator)
+        self._iterator = iter(())
+        atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:
         self.close()

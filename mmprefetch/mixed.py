@@ -172,3 +172,27 @@ class PartRecorder:
         finally:
             held['batch_sampler'] = before
         return iterator, self.latest
+
+
+def next_noted(iterator: Iterator, notes: deque[list[int]]) -> Any:
+    """Take a batch of a pass whose parts are noted.
+
+    Args:
+        iterator (Iterator): From :meth:`PartRecorder.iterate`.
+        notes (deque): The notes of that pass. Where an error comes in place of a batch, its note
+            is taken away: whoever catches the error may go on.
+
+    Returns:
+        Any: The batch; its note is the first.
+    """
+    received, noted = getattr(iterator, '_rcvd_idx', None), len(notes)
+    try:
+        return next(iterator)
+    except BaseException:
+        if received is None:  # its indices were drawn just now
+            while len(notes) > noted:
+                notes.pop()
+        else:  # earlier, for a worker process
+            for _ in range(iterator._rcvd_idx - received):
+                notes.popleft()
+        raise

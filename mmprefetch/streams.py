@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -106,22 +107,28 @@ class HostStream(Stream):
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._latest: Future | None = None
+        self._lock = threading.RLock()
 
     def submit(self, work: Callable[[], T]) -> HostWork[T]:
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix='mmprefetch-stream')
-            return HostWork(self._executor.submit(work))
+            self._latest = self._executor.submit(work)
+            return HostWork(self._latest)
 
     def follow_compute(self) -> None:
         """The calling thread has finished what it did before it submits: nothing to wait for."""
 
     def close(self) -> None:
-        with self._lock:
-            executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True)
+        with self._lock:  # else work that another thread submits could begin before all is done
+            if self._executor is None:
+                return
+            # Before the thread is joined: a join that Ctrl-C breaks off takes it for ended, and
+            # then nothing would wait for it at the exit of the process.
+            futures.wait([self._latest])
+            self._executor.shutdown(wait=True)
+            self._executor = self._latest = None
 
 
 class AcceleratorWork(Work[T]):

@@ -115,8 +115,9 @@ class Runtime:
     def __init__(self) -> None:
         self.generation = 0
         self._tickets: dict[int, deque[Ticket]] = {}
-        # Work is begun by the loader thread where the step runs on the host.
-        self._lock = threading.Lock()
+        # Work is begun by the loader thread where the step runs on the host. The collector may run
+        # where it is held, and end a pass that nobody holds any more.
+        self._lock = threading.RLock()
         self._watches: dict[nn.Module, FieldWatch] = {}
         self._stream: Stream | None = None
         self._device: torch.device | None = None

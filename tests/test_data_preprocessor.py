@@ -17,6 +17,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmprefetch import PrefetchDataPreprocessor
+from mmprefetch.watch import FieldWatch
 
 IMG = {key: value for key, value in toys.IMG.items() if key != 'type'}
 
@@ -345,3 +346,22 @@ def test_a_safe_forward_may_work_in_place():
             wrapper.note = object()
         assert wrapper(raw, True)['inputs'][0].tolist() == [8.0, 8.0]
     wrapper.close()
+
+
+def test_the_collector_may_end_a_pass_while_tickets_are_looked_at(monkeypatch):
+    """Whatever makes objects can run it, also where the lock of the tickets is held."""
+    preprocessor = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
+    other = batch(seed=1)
+    preprocessor.prefetch(other, True)
+    found = []
+    changed = FieldWatch.changed
+
+    def collecting(self):
+        if not found:
+            found.append(preprocessor.discard(other))
+        return changed(self)
+
+    monkeypatch.setattr(FieldWatch, 'changed', collecting)
+    preprocessor.prefetch(batch(), True)
+    preprocessor.close()
+    assert found == [True]

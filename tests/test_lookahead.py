@@ -12,6 +12,7 @@ import torch
 from mmengine.dataset import InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mmprefetch.loading import LoaderThread
 from mmprefetch.lookahead import UNREDEEMED_LIMIT, LookAheadLoader
 
 
@@ -69,6 +70,128 @@ class Recording:
     def model(self, batch):
         if self.redeem:
             assert self.discard(batch)
+
+
+@pytest.mark.parametrize('way', ['inside', 'instead'])
+def test_a_second_pass_has_persistent_workers_of_its_own(way):
+    dataloader = DataLoader(Numbers(12), batch_size=1, num_workers=2, persistent_workers=True)
+    preprocessor = Recording()
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', 2)
+    first = iter(loader)
+    seen = [next(first).item()]
+    if way == 'inside':
+        assert next(iter(loader)).item() == 0
+        preprocessor.open.clear()
+        assert seen + [batch.item() for batch in first] == list(range(12))
+    else:
+        first = iter(loader)
+    for _ in range(2):
+        assert [batch.item() for batch in (first if way == 'instead' else loader)] == list(
+            range(12)
+        )
+        first = iter(loader)
+        kept = dataloader._iterator
+        assert kept is not None
+    loader.close()
+    assert not loader_threads()
+
+
+def loader_threads():
+    return [each for each in threading.enumerate() if each.name == 'mmprefetch-loader']
+
+
+def test_a_close_that_is_broken_off_can_be_called_again(monkeypatch):
+    loader = LookAheadLoader(
+        DataLoader(Numbers(9, delay=30), num_workers=1), Recording(), 'train', 2
+    )
+    current = iter(loader)
+    current.fill()
+    assert loader_threads()
+
+    def interrupted(self, within):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LoaderThread, '_has_ended', interrupted)
+        loader.close()
+    assert loader_threads()
+    loader.close()
+    assert not loader_threads() and not multiprocessing.active_children()
+    assert list(current) == []
+
+
+def test_a_thread_that_was_never_started_is_not_waited_for(monkeypatch):
+    loader = LookAheadLoader(DataLoader(Numbers(9), num_workers=1), Recording(), 'train', 2)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    current = iter(loader)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LoaderThread, 'start', interrupted)
+        patch.setattr(LoaderThread, '_wake', lambda self: pytest.fail('nothing waits'))
+        try:
+            next(current)
+        finally:
+            loader.close()
+
+
+def test_who_waits_in_another_thread_is_told_of_the_close():
+    loader = LookAheadLoader(
+        DataLoader(Numbers(9, delay=30), num_workers=1), Recording(), 'train', 2
+    )
+    current, ended = iter(loader), []
+    waiting = threading.Thread(target=lambda: ended.append(list(current)))
+    waiting.start()
+    while not loader_threads():
+        time.sleep(0.01)
+    loader.close()
+    waiting.join(timeout=30)
+    assert ended == [[]]
+
+
+def test_a_pass_that_is_collected_in_its_own_thread():
+    preprocessor, own = Recording(), []
+
+    def stage(batch, split, depth, parts=None):
+        if batch.item() == 3:
+            own[0].close()  # as the collector does, from `__del__`
+        return None
+
+    preprocessor.stage = stage
+    dataloader = DataLoader(Numbers(20), batch_size=1, num_workers=1, persistent_workers=True)
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', 2)
+    own.append(iter(loader))
+    preprocessor.model(next(own[0]))
+    for batch in own[0]:
+        preprocessor.model(batch)
+    while loader_threads():
+        time.sleep(0.01)
+    assert preprocessor.open == [] and len(preprocessor.begun) <= 4
+    assert not multiprocessing.active_children()
+
+
+def test_the_dataloaders_timeout_counts_from_the_request():
+    """The thread waits for a batch while the step of an earlier one still runs."""
+    dataloader = DataLoader(
+        Numbers(2, delay=4), batch_size=1, num_workers=1, timeout=2, persistent_workers=True
+    )
+    preprocessor = Recording()
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', 1)
+    for _ in range(2):  # the second time with workers that have served already
+        current, errors, seen = iter(loader), [], []
+        while not seen:  # whoever catches it may go on
+            try:
+                seen.append(next(current))
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert errors and set(errors) == {'DataLoader timed out after 2 seconds'}
+        preprocessor.model(seen[0])
+        time.sleep(3.5)  # longer than the timeout, as a step may be
+        seen += current
+        preprocessor.model(seen[1])
+        assert seen == [0, 1]
+    loader.close()
 
 
 @pytest.mark.parametrize('workers', [0, 2])

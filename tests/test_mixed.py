@@ -5,14 +5,21 @@ import pytest
 import torch
 import toys
 from mmengine.config import Config
-from mmengine.dataset import BaseDataset, ClassBalancedDataset, ConcatDataset, RepeatDataset
+from mmengine.dataset import (
+    BaseDataset,
+    ClassBalancedDataset,
+    ConcatDataset,
+    RepeatDataset,
+    pseudo_collate,
+)
 from mmengine.model import ImgDataPreprocessor
 from mmengine.registry import DATASETS, MODELS
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from mmprefetch import load_preprocessor
 from mmprefetch.hooks import find_preprocessor
-from mmprefetch.mixed import part_finder
+from mmprefetch.lookahead import LookAheadLoader
+from mmprefetch.mixed import PartRecorder, part_finder
 from mmprefetch.restore import choose_preprocessing
 
 VALUES = [
@@ -125,6 +132,71 @@ def test_stacked_by_default_collate(tmp_path):
 def stack_images(items):
     images = [item['inputs'][:, :6, :6] for item in items]
     return dict(inputs=torch.stack(images), data_samples=[item['data_samples'] for item in items])
+
+
+class Failing(Photos):
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError('image 2 is broken')
+        return super().__getitem__(index)
+
+
+class Noting:
+    """A preprocessor that notes what each sample is said to be from."""
+
+    compute_on_host = True
+
+    def __init__(self):
+        self.said = []
+        self.remembered = []
+
+    def stage(self, batch, split, depth, parts):
+        self.said.append(([sample.number for sample in batch['data_samples']], parts))
+
+    def prefetch(self, batch, training, split, staged):
+        pass
+
+    def remember(self, batch, split, staged):
+        self.remembered.append(batch)
+
+    def discard(self, batch):
+        self.remembered = [other for other in self.remembered if other is not batch]
+        return False
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize('depth', [0, 2])
+@pytest.mark.parametrize('skip', [0, 5])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_parts_are_right_after_an_error_that_was_caught(workers, skip, depth):
+    numbers = [0, 1, 0, 1, 0]
+    dataset = ConcatDataset([(Failing if n else Photos)(n) for n in numbers], ignore_keys=[])
+    dataloader = DataLoader(
+        dataset, batch_size=2, num_workers=workers, collate_fn=pseudo_collate, timeout=60 * workers
+    )
+    preprocessor = Noting()
+    loader = LookAheadLoader(
+        dataloader, preprocessor, 'train', depth, recorder=PartRecorder(dataloader, 'train')
+    )
+    loader.plan(skip=skip)
+    batches, errors, current = 0, 0, iter(loader)
+    while True:
+        try:
+            next(current)
+        except OSError:
+            errors += 1
+        except StopIteration:
+            break
+        else:
+            batches += 1
+    loader.close()
+    assert (batches, errors) == (11, 2)
+    assert len(preprocessor.said) == 11 - skip
+    for found, said in preprocessor.said:
+        assert [numbers[part] for part in said] == found
+    assert preprocessor.remembered == []
 
 
 def test_resume_skips_parts_as_well(tmp_path):

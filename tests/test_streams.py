@@ -219,6 +219,23 @@ def test_host_stream_is_in_order_and_runs_beside_the_caller():
     assert not any(t.name.startswith('mmprefetch-stream') for t in threading.enumerate())
 
 
+def test_host_stream_may_be_closed_again_after_ctrl_c(monkeypatch):
+    stream, release, done = HostStream(), threading.Event(), []
+    stream.submit(release.wait)
+    stream.submit(lambda: done.append(1))
+
+    def interrupted(fs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr('mmprefetch.streams.futures.wait', interrupted)
+        stream.close()
+    release.set()
+    stream.close()
+    assert done == [1]
+    assert not [each for each in threading.enumerate() if each.name.startswith('mmprefetch-stream')]
+
+
 def test_host_stream_keeps_an_error_for_whoever_waits():
     stream = HostStream()
 
