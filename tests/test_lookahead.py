@@ -188,8 +188,9 @@ def test_the_dataloaders_timeout_counts_from_the_request():
         assert errors and set(errors) == {'DataLoader timed out after 2 seconds'}
         preprocessor.model(seen[0])
         time.sleep(3.5)  # longer than the timeout, as a step may be
-        seen += current
-        preprocessor.model(seen[1])
+        for batch in current:
+            preprocessor.model(batch)
+            seen.append(batch)
         assert seen == [0, 1]
     loader.close()
 
