@@ -74,7 +74,7 @@ class LookAheadLoader:
     """
 
     _OWN = frozenset({'_dataloader', '_preprocessor', '_split', '_depth', '_threaded', '_recorder',
-                      '_plan', '_leading', '_current', '_passes'})  # fmt: skip
+                      '_plan', '_leading', '_current', '_passes', '_drawn_from'})  # fmt: skip
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class LookAheadLoader:
         # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
         self._current: Callable[[], LookAhead | None] = _no_pass
         self._passes: weakref.WeakSet[LookAhead] = weakref.WeakSet()
+        self._drawn_from: list[Iterator] = []
 
     @property
     def __class__(self) -> type:
@@ -371,6 +372,10 @@ class LookAhead:
         self._begun.clear()
         if not exhausted:
             shut_workers(self._loader._dataloader, self._iterator)
+            if self._leads and self._plan.left is not None:
+                # An endless sampler has one generator for all its life, which ends with the
+                # first pass that is dropped; the loop may be run again.
+                self._loader._drawn_from.append(getattr(self._iterator, '_sampler_iter', None))
         self._iterator = iter(())
         atexit.unregister(self._at_exit)
 

@@ -476,6 +476,25 @@ def test_plan_limits_an_endless_loader(workers):
     assert leftovers() == []
 
 
+@pytest.mark.parametrize('workers', [0, 2])
+def test_an_endless_loader_goes_on_after_passes_that_were_closed(workers):
+    preprocessor, dataset = Recording(), Numbers(5)
+    loader = LookAheadLoader(
+        DataLoader(dataset, sampler=InfiniteSampler(dataset, shuffle=False), num_workers=workers),
+        preprocessor,
+        'train',
+        1,
+    )
+    for _ in range(3):
+        loader.plan(limit=6)
+        seen = []
+        for batch in itertools.islice(loader, 4):
+            preprocessor.model(batch)
+            seen.append(batch.item())
+        loader.close()
+        assert seen == [index % 5 for index in range(seen[0], seen[0] + 4)]
+
+
 def test_batches_that_are_never_asked_for_end_the_look_ahead():
     preprocessor = Recording(redeem=False)
     loader = LookAheadLoader(DataLoader(Numbers(30)), preprocessor, 'test', 2)
