@@ -175,10 +175,10 @@ class LoaderThread:
         self._iterator = iterator
         self._preparation = preparation
         self._limit = limit
-        self._timeout = timeout
-        if timeout:
+        self._timeout: float = 0
+        if timeout and hasattr(iterator, '_timeout'):  # torch's own
             # The thread begins to wait before the batch is asked for: the time counts in `take`.
-            iterator._timeout = 0
+            self._timeout, iterator._timeout = timeout, 0
         self._device_index = _current_device_index()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
