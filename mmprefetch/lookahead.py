@@ -282,9 +282,7 @@ class LookAhead:
         """Begin work on the next batch; whether there was one."""
         if self._ended or self._plan.left == 0:
             return False
-        if self._source is None:
-            self._open()
-        loaded = self._source.take(wait)
+        loaded = (self._source or self._open()).take(wait)
         if loaded is None:
             return False
         if isinstance(loaded.error, StopIteration):
@@ -300,7 +298,7 @@ class LookAhead:
         self._begun.append(loaded)
         return True
 
-    def _open(self) -> None:
+    def _open(self) -> InlineSource | LoaderThread:
         loader = self._loader
         self._preparation = Preparation(
             self._preprocessor,
@@ -313,8 +311,9 @@ class LookAhead:
             early=loader._threaded and self._preprocessor.compute_on_host,
             parts=self._parts,
         )
+        source: InlineSource | LoaderThread
         if loader._threaded:
-            self._source = LoaderThread(
+            source = LoaderThread(
                 self._iterator,
                 self._preparation,
                 max(self._depth, 1),
@@ -322,8 +321,10 @@ class LookAhead:
                 getattr(loader._dataloader, 'timeout', 0),
             )
         else:
-            self._source = InlineSource(self._iterator, self._preparation)
-        self._source.start()
+            source = InlineSource(self._iterator, self._preparation)
+        self._source = source
+        source.start()
+        return source
 
     def _retire(self) -> None:
         """See whether the work begun on the batch handed out last was asked for."""
