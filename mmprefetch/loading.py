@@ -67,7 +67,7 @@ class Preparation:
         Returns:
             Any: The batch.
         """
-        return next(iterator) if self._parts is None else next_noted(iterator, self._parts)
+        return next_noted(iterator, self._parts)
 
     def load(self, batch: Any) -> Loaded:
         """Make a batch ready for its transfer.
@@ -170,7 +170,7 @@ class LoaderThread:
         preparation: Preparation,
         depth: int,
         limit: int | None,
-        timeout: float = 0,
+        timeout: float,
     ) -> None:
         self._iterator = iterator
         self._preparation = preparation

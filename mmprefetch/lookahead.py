@@ -241,12 +241,10 @@ class LookAhead:
     def __next__(self) -> Any:
         loader = self._loader
         if self._plan.skip > 0:
-            if self._parts is None:
-                skipped = next(self._iterator)
-            else:
-                skipped = next_noted(self._iterator, self._parts)
-                self._parts.popleft()
+            skipped = next_noted(self._iterator, self._parts)
             self._plan.skip -= 1
+            if self._parts is not None:
+                self._parts.popleft()
             return skipped
         self._retire()
         if not self._begun and self._plan.left == 0 and not self._ended:
@@ -373,10 +371,11 @@ class LookAhead:
         self._begun.clear()
         if not exhausted:
             shut_workers(self._loader._dataloader, self._iterator)
-            if self._leads and self._plan.left is not None:
+            drawn_from = getattr(self._iterator, '_sampler_iter', None)
+            if self._leads and self._plan.left is not None and drawn_from is not None:
                 # An endless sampler has one generator for all its life, which ends with the
                 # first pass that is dropped; the loop may be run again.
-                self._loader._drawn_from.append(getattr(self._iterator, '_sampler_iter', None))
+                self._loader._drawn_from.append(drawn_from)
         self._iterator = iter(())
         atexit.unregister(self._at_exit)
 

@@ -174,17 +174,19 @@ class PartRecorder:
         return iterator, self.latest
 
 
-def next_noted(iterator: Iterator, notes: deque[list[int]]) -> Any:
-    """Take a batch of a pass whose parts are noted.
+def next_noted(iterator: Iterator, notes: deque[list[int]] | None) -> Any:
+    """Take a batch of a pass whose parts may be noted.
 
     Args:
-        iterator (Iterator): From :meth:`PartRecorder.iterate`.
-        notes (deque): The notes of that pass. Where an error comes in place of a batch, its note
-            is taken away: whoever catches the error may go on.
+        iterator (Iterator): The dataloader's, or from :meth:`PartRecorder.iterate`.
+        notes (deque | None): The notes of that pass, None without any. Where an error comes in
+            place of a batch, its note is taken away: whoever catches the error may go on.
 
     Returns:
         Any: The batch; its note is the first.
     """
+    if notes is None:
+        return next(iterator)
     received, noted = getattr(iterator, '_rcvd_idx', None), len(notes)
     try:
         return next(iterator)

@@ -90,8 +90,7 @@ def test_a_second_pass_has_persistent_workers_of_its_own(way):
             range(12)
         )
         first = iter(loader)
-        kept = dataloader._iterator
-        assert kept is not None
+        assert dataloader._iterator is not None
     loader.close()
     assert not loader_threads()
 
