@@ -5,15 +5,16 @@ One function, :func:`normalize_batch`, with three implementations behind it, cho
 images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` and ``triton``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
-from .checks import check_batch, check_constants, plan_batch, reversal, warn_if_unscaled
 from .cpu import normalize as _cpu
+from .plan import check_batch, check_constants, plan_batch, reversal, warn_if_unscaled
 from .reference import normalize as _reference
 
 __all__ = ['check_batch', 'check_constants', 'normalize_batch', 'reversal', 'warn_if_unscaled']
@@ -28,14 +29,11 @@ def normalize_batch(
     size_divisor: int = 1,
     size: tuple[int, int] | None = None,
     pad_value: float = 0,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    return_mask: bool = False,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Turn a batch of raw images into one normalised, padded batch tensor.
 
-    The float32 result is equal to the bit to mmengine's ``(x.float() - mean) / std`` followed by
+    The result is equal to the bit to mmengine's ``(x.float() - mean) / std`` followed by
     ``stack_batch``. Nothing here makes the host wait for an accelerator, and no index tensor is
     made on the host.
 
@@ -54,30 +52,22 @@ def normalize_batch(
             in ``stack_batch``, T of a sequence of videos is rounded up, too.
         size: Padded (H, W) instead; an image that is larger keeps its size.
         pad_value: Written right of and below each image, after normalisation.
-        dtype: torch.float32, or torch.float16 / torch.bfloat16: the float32 result rounded once.
-        memory_format: torch.contiguous_format or torch.channels_last (video:
-            torch.channels_last_3d).
-        return_mask: Whether to return the padding mask as well.
-        out: Tensor to be written and returned, of the result's shape, dtype and device; it must
-            not overlap the images. Its strides are kept, ``memory_format`` is not looked at.
+        out: float32 tensor to be written and returned, of the result's shape and device and of
+            any strides; it must not overlap the images.
 
     Returns:
-        The (N, C, H, W) or (N, C, T, H, W) batch. With ``return_mask`` a pair: the batch and a
-        bool (N, H, W) tensor, True where padded.
+        The float32 (N, C, H, W) or (N, C, T, H, W) batch.
 
     Raises:
         ValueError: If a value does not fit the images; names the sample, the key, the value
             found and what to write instead.
     """
-    plan = plan_batch(
-        images, mean, std, channel_order, size_divisor, size, pad_value, dtype, memory_format, out
-    )
-    batch, mask = _implementation(plan.images)(plan, return_mask)
-    return (batch, mask) if return_mask else batch
+    plan = plan_batch(images, mean, std, channel_order, size_divisor, size, pad_value, out)
+    return _implementation(plan.images)(plan)
 
 
 def _implementation(images: Tensor | Sequence[Tensor]) -> Callable:
-    """The function that is to do a batch: (plan, return_mask) -> (batch, mask or None)."""
+    """The function that is to do a batch."""
     tensors = (images,) if isinstance(images, Tensor) else images
     first = tensors[0]
     if first.dtype.is_floating_point and any(image.requires_grad for image in tensors):

@@ -1,15 +1,16 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """The fused pass on CPU: blocks that stay in cache, few calls, recycled memory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .checks import Plan
+from .plan import Plan
 from .recycle import RecycledMemory
-from .reference import padding_mask
 
 # Values that one thread works on at once. The float32 scratch for them stays in the caches; much
 # smaller blocks cost more in calls than they save.
@@ -24,15 +25,14 @@ _SMALL = 1 << 15
 _memory = RecycledMemory()
 
 
-def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
+def normalize(plan: Plan) -> Tensor:
     """Do a batch block by block, each block of pixels written once.
 
     Args:
         plan: The checked batch; the images are on CPU.
-        return_mask: Whether the padding mask is wanted.
 
     Returns:
-        The batch, and the (N, H, W) bool mask or None.
+        The batch.
 
     Raises:
         ValueError: If a std is zero.
@@ -46,15 +46,14 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
         )
     out = plan.out
     if out is None:
-        out = _memory.empty(plan.shape, plan.dtype, plan.memory_format)
+        out = _memory.empty(plan.shape, torch.float32)
     with torch.no_grad():
         if len(plan.shape) == 4:
             _fill(plan, plan.images, plan.shapes, out)
         else:
             for frame in range(plan.shape[2]):
                 _fill_frame(plan, frame, out[:, :, frame])
-        mask = padding_mask(plan, out.device) if return_mask else None
-    return out, mask
+    return out
 
 
 def _fill_frame(plan: Plan, frame: int, out: Tensor) -> None:
@@ -137,12 +136,10 @@ def _normalize(
     for plane, subtracted, divisor, target in planes:
         if subtracted is None:
             target.copy_(plane)
-        elif target.dtype == torch.float32:
+        else:
             # Division writes the result's memory: it waits for the divider anyway, and so hides
             # the stores that leave the cache.
             torch.div(plane.sub_(subtracted), divisor, out=target)
-        else:
-            target.copy_(plane.sub_(subtracted).div_(divisor))
 
 
 def _groups(shapes: Sequence[tuple], plan: Plan, block: int) -> Iterator[tuple[int, int]]:

@@ -113,18 +113,12 @@ class RecycledMemory:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def empty(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Like :func:`torch.empty` on CPU, from memory used before where there is some.
 
         Args:
             shape: Shape of the tensor.
             dtype: dtype of the tensor.
-            memory_format: Layout of the tensor.
 
         Returns:
             A tensor of undefined values that shares its memory with no other.
@@ -133,14 +127,10 @@ class RecycledMemory:
         size = prod(shape) * dtype.itemsize
         capacity = _size_class(size)
         if size < min_bytes or capacity > max_bytes or _HOLDERS_OF_IDLE is None:
-            return torch.empty(shape, dtype=dtype, device='cpu', memory_format=memory_format)
-        # Without strides `set_` makes a contiguous tensor.
-        strides = ()
-        if memory_format is not torch.contiguous_format:
-            strides = torch.empty(shape, device='meta', memory_format=memory_format).stride()
+            return torch.empty(shape, dtype=dtype, device='cpu')
         tensor = torch.empty(0, dtype=dtype, device='cpu')
         with self._lock:
-            return tensor.set_(self._take(size, capacity).storage, 0, shape, strides)
+            return tensor.set_(self._take(size, capacity).storage, 0, shape)
 
     def _take(self, size: int, capacity: int) -> _Block:
         """The smallest idle block that fits, or a new one; forgets what is beyond the bounds."""

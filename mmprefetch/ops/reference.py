@@ -1,28 +1,26 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """The fused pass in plain torch: any device, differentiable, the measure of the other two."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
-from .checks import Plan
+from .plan import Plan
 
 
-def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
+def normalize(plan: Plan) -> Tensor:
     """Do a batch image by image.
 
     Args:
         plan: The checked batch.
-        return_mask: Whether the padding mask is wanted.
 
     Returns:
-        The batch, and the (N, H, W) bool mask or None.
+        The batch.
     """
-    first = plan.images[0]
     out = plan.out
     if out is None:
-        out = torch.empty(
-            plan.shape, dtype=plan.dtype, device=first.device, memory_format=plan.memory_format
-        )
+        out = torch.empty(plan.shape, dtype=torch.float32, device=plan.images[0].device)
     if plan.padded:
         out.fill_(plan.pad_value)
     for index, image in enumerate(plan.images):
@@ -40,21 +38,4 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             image = (image - plan.mean[row].view(shape)) / plan.std[row].view(shape)
         corner = (index, ..., *map(slice, image.shape[1:]))
         out[corner].copy_(image)
-    return out, padding_mask(plan, first.device) if return_mask else None
-
-
-def padding_mask(plan: Plan, device: torch.device) -> Tensor:
-    """The bool (N, H, W) mask of a batch, True where padded.
-
-    Args:
-        plan: The checked batch.
-        device: Where the mask is to be.
-
-    Returns:
-        The mask.
-    """
-    mask = torch.full((plan.shape[0], *plan.shape[-2:]), plan.padded, device=device)
-    if plan.padded:
-        for row, shape in zip(mask, plan.shapes, strict=True):
-            row[: shape[-2], : shape[-1]] = False
-    return mask
+    return out

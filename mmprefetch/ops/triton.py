@@ -4,6 +4,8 @@
 Import this module only where triton is installed.
 """
 
+from __future__ import annotations
+
 import warnings
 from functools import cache
 from math import prod
@@ -13,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import Plan, plan_batch, reversal
+from .plan import Plan, plan_batch, reversal
 from .reference import normalize as reference
 
 _BLOCK = 1024
@@ -47,11 +49,8 @@ def usable(device: torch.device) -> bool:
     """
     image = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=device)
     ones = torch.ones(3, device=device)
-    plan = plan_batch(
-        image, ones, ones, None, 1, None, 0, torch.float32, torch.contiguous_format, None
-    )
     try:
-        normalize(plan, False)
+        normalize(plan_batch(image, ones, ones))
     except Exception as error:  # Triton, its compiler and its driver share no base class.
         warnings.warn(
             f'mmprefetch: the fused kernel cannot be used on {device} ({error!r}); images are '
@@ -62,27 +61,22 @@ def usable(device: torch.device) -> bool:
     return True
 
 
-def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
+def normalize(plan: Plan) -> Tensor:
     """Do a batch with one launch on the current stream; the host waits for nothing.
 
     Args:
         plan: The checked batch.
-        return_mask: Whether the padding mask is wanted.
 
     Returns:
-        The batch, and the (N, H, W) bool mask or None.
+        The batch.
     """
     first = plan.images[0]
     # The kernel counts the pixels of one sample with 32 bits, whose division is far cheaper.
     if first.dtype not in _DTYPES or prod(plan.shape[2:]) > 2**31 - _BLOCK:
-        return reference(plan, return_mask)
-    out, mask = plan.out, None
+        return reference(plan)
+    out = plan.out
     if out is None:
-        out = torch.empty(
-            plan.shape, dtype=plan.dtype, device=first.device, memory_format=plan.memory_format
-        )
-    if return_mask:
-        mask = torch.empty((plan.shape[0], *plan.shape[-2:]), dtype=torch.bool, device=first.device)
+        out = torch.empty(plan.shape, dtype=torch.float32, device=first.device)
     # An argument that the kernel does not read still has to be a tensor with two strides.
     mean = first if plan.mean is None else plan.mean
     std = first if plan.std is None else plan.std
@@ -102,7 +96,6 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             mean,
             std,
             out,
-            out if mask is None else mask,
             images.stride(0) if stacked else 0,
             *(_layout(first) if stacked else (0,) * (_COLUMNS - 1)),
             out.stride(0),
@@ -120,11 +113,10 @@ def normalize(plan: Plan, return_mask: bool) -> tuple[Tensor, Tensor | None]:
             STACKED=stacked,
             REVERSED=stacked and plan.order is not None,
             NORMALIZE=plan.mean is not None,
-            MASK=return_mask,
             COLUMNS=_COLUMNS,
             BLOCK=_BLOCK,
         )
-    return out, mask
+    return out
 
 
 def _as_one(plan: Plan) -> Tensor | None:
@@ -187,7 +179,6 @@ def _kernel(
     mean,
     std,
     out,
-    mask,
     image_n,
     image_frames,
     image_height,
@@ -214,7 +205,6 @@ def _kernel(
     STACKED: tl.constexpr,
     REVERSED: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    MASK: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -238,11 +228,7 @@ def _kernel(
         image_t = tl.load(entry + 5)
         image_h = tl.load(entry + 6)
         image_w = tl.load(entry + 7)
-    shown = (x < image_width) & (y < image_height)
-    if MASK:
-        first_frame = written & (t == 0)
-        tl.store(mask + sample * height * width + position, ~shown, mask=first_frame)
-    shown = shown & (t < image_frames)
+    shown = (x < image_width) & (y < image_height) & (t < image_frames)
     source += t * image_t + y * image_h + x * image_w
     target = out + sample * out_n + t * out_t + y * out_h + x * out_w
     for channel in range(channels):
@@ -258,4 +244,4 @@ def _kernel(
             value -= tl.load(mean + sample * mean_n + channel * mean_c)
             value = tl.div_rn(value, tl.load(std + sample * std_n + channel * std_c))
         value = tl.where(shown, value, pad_value)
-        tl.store(target + target_channel * out_c, value.to(out.dtype.element_ty), mask=written)
+        tl.store(target + target_channel * out_c, value, mask=written)

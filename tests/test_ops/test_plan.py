@@ -67,13 +67,8 @@ BAD = {
         {'size': (6, 6)},
         ('size: (6, 6)', 'sample 1 is (9, 5)'),
     ),
-    'dtype': (([IMAGE],), {'dtype': torch.int8}, ('dtype: torch.int8', 'torch.float16')),
-    'layout': (
-        ([IMAGE],),
-        {'memory_format': torch.channels_last_3d},
-        ('memory_format: torch.channels_last_3d', 'torch.channels_last'),
-    ),
     'out': (([IMAGE],), {'out': torch.zeros(1, 3, 4, 4)}, ('out:', '(1, 3, 4, 4)', '(1, 3, 4, 5)')),
+    'dtype of out': (([IMAGE],), {'out': IMAGE[None]}, ('out: a torch.uint8', 'a torch.float32')),
 }
 
 

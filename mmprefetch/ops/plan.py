@@ -1,6 +1,8 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """What a batch must be like before the fused pass, and the plan made of it."""
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _dtype, _device, _shape = attrgetter('dtype'), attrgetter('device'), attrgetter('shape')
 
 
@@ -28,8 +29,6 @@ class Plan(NamedTuple):
         shape: Shape of the result.
         padded: Whether any sample is smaller than the result.
         uniform: Whether all samples are of one size.
-        dtype: dtype of the result.
-        memory_format: Layout of the result where ``out`` is None.
         out: The caller's result tensor, or None.
     """
 
@@ -43,8 +42,6 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
     padded: bool
     uniform: bool
-    dtype: torch.dtype
-    memory_format: torch.memory_format
     out: Tensor | None
 
 
@@ -146,20 +143,18 @@ def check_batch(
     Raises:
         ValueError: See there.
     """
-    plan_batch(images, mean, std, None, 1, None, 0, torch.float32, torch.contiguous_format, None)
+    plan_batch(images, mean, std)
 
 
 def plan_batch(
     images: Tensor | Sequence[Tensor],
-    mean: Tensor | None,
-    std: Tensor | None,
-    channel_order: Sequence[int] | Sequence[Sequence[int] | None] | None,
-    size_divisor: int,
-    size: tuple[int, int] | None,
-    pad_value: float,
-    dtype: torch.dtype,
-    memory_format: torch.memory_format,
-    out: Tensor | None,
+    mean: Tensor | None = None,
+    std: Tensor | None = None,
+    channel_order: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
+    size_divisor: int = 1,
+    size: tuple[int, int] | None = None,
+    pad_value: float = 0,
+    out: Tensor | None = None,
 ) -> Plan:
     """Check the arguments of :func:`mmprefetch.ops.normalize_batch` and bring them into one form.
 
@@ -206,26 +201,8 @@ def plan_batch(
             mean, std = torch.broadcast_tensors(mean, std)
     extent = _extent(shapes, distinct, size_divisor, size, isinstance(images, Tensor))
     shape = (count, channels, *extent)
-    padded = any(item[1:] != extent for item in distinct)
-    uniform = len(distinct) == 1
-    if dtype not in _DTYPES:
-        raise ValueError(f'dtype: {dtype}; write one of {", ".join(map(str, _DTYPES))}')
-    formats = (torch.contiguous_format, torch.channels_last)
-    if len(shape) == 5:
-        formats = (torch.contiguous_format, torch.channels_last_3d)
-    if memory_format not in formats:
-        raise ValueError(f'memory_format: {memory_format}; write {formats[0]} or {formats[1]}')
-    if out is not None and (tuple(out.shape), out.dtype, out.device) != (
-        shape,
-        dtype,
-        first.device,
-    ):
-        raise ValueError(
-            f'out: a {out.dtype} tensor of shape {tuple(out.shape)} on {out.device}; write a '
-            f'{dtype} tensor of shape {shape} on {first.device}'
-        )
     if out is not None:
-        _check_apart(images, out)
+        _check_out(out, shape, first.device, images)
     return Plan(
         images=images,
         shapes=shapes,
@@ -235,16 +212,21 @@ def plan_batch(
         orders=orders,
         pad_value=pad_value,
         shape=shape,
-        padded=padded,
-        uniform=uniform,
-        dtype=dtype,
-        memory_format=memory_format,
+        padded=any(item[1:] != extent for item in distinct),
+        uniform=len(distinct) == 1,
         out=out,
     )
 
 
-def _check_apart(images: Tensor | Sequence[Tensor], out: Tensor) -> None:
+def _check_out(
+    out: Tensor, shape: tuple[int, ...], device: torch.device, images: Tensor | Sequence[Tensor]
+) -> None:
     """Check that each element of ``out`` has memory of its own, apart from the images."""
+    if (out.shape, out.dtype, out.device) != (shape, torch.float32, device):
+        raise ValueError(
+            f'out: a {out.dtype} tensor of shape {tuple(out.shape)} on {out.device}; write a '
+            f'torch.float32 tensor of shape {shape} on {device}'
+        )
     if any(step == 0 < size - 1 for step, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(
             f'out: strides {out.stride()}, by which elements share memory; write a tensor of its '
