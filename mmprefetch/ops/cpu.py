@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .memory import HostMemory
 from .plan import Plan
-from .recycle import RecycledMemory
 
 # Values that one thread works on at once. The float32 scratch for them stays in the caches; much
 # smaller blocks cost more in calls than they save.
@@ -22,7 +22,7 @@ _MOST_THREADS = 4
 # a call for each.
 _SMALL = 1 << 15
 
-_memory = RecycledMemory()
+_memory = HostMemory()
 
 
 def normalize(plan: Plan) -> Tensor:

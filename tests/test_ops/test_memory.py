@@ -2,31 +2,26 @@
 """Memory is given out again once nobody holds it, and never before."""
 
 import copy
+import io
 import os
-import pickle
 import threading
-from unittest import mock
 
 import pytest
 import torch
 
-from mmprefetch.ops import cpu, normalize_batch, recycle
-from mmprefetch.ops.recycle import RecycledMemory
+from mmprefetch.ops import cpu, memory, normalize_batch
+from mmprefetch.ops.memory import HostMemory
 
 SHAPE = (4, 3, 64, 64)
 
 
 @pytest.fixture
 def pool():
-    return RecycledMemory(min_bytes=1)
+    return HostMemory(min_bytes=1)
 
 
 def address(tensor):
     return tensor.untyped_storage().data_ptr()
-
-
-def test_this_torch_counts_holders():
-    assert recycle._HOLDERS_OF_IDLE is not None
 
 
 def test_dropped_memory_comes_again(pool):
@@ -75,15 +70,48 @@ def test_held_memory_is_not_given_out(pool, kind):
     assert address(pool.empty(SHAPE, torch.float32)) == where
 
 
-def test_shared_and_resized_memory_is_not_given_out(pool):
-    shared = pool.empty(SHAPE, torch.float32).share_memory_()
-    resized = pool.empty(SHAPE, torch.float32)
-    resized.untyped_storage().resize_(4)
-    places = {address(shared), address(resized)}
-    del shared, resized
-    others = [pool.empty(SHAPE, torch.float32) for _ in range(3)]
-    assert not places & set(map(address, others))
-    assert all(other.untyped_storage().nbytes() >= other.nbytes for other in others)
+def test_shared_memory_is_no_longer_the_block(pool):
+    shared = pool.empty(SHAPE, torch.float32).fill_(7).share_memory_()
+    others = [pool.empty(SHAPE, torch.float32).fill_(1) for _ in range(3)]
+    assert address(shared) not in map(address, others)
+    assert shared.is_shared() and bool((shared == 7).all())
+
+
+def test_storage_is_not_resized_under_a_block(pool):
+    tensor = pool.empty(SHAPE, torch.float32)
+    for size in (4, 2 * tensor.nbytes):
+        with pytest.raises(RuntimeError, match='not resizable'):
+            tensor.untyped_storage().resize_(size)
+
+
+def test_what_another_thread_holds_is_not_given_out(pool):
+    tensors, let_go, seen = [pool.empty(SHAPE, torch.float32).fill_(7)], threading.Event(), []
+    where = address(tensors[0])
+
+    def hold(tensor):
+        let_go.wait(10)
+        seen.append(bool((tensor == 7).all()))
+
+    thread = threading.Thread(target=hold, args=tensors)
+    thread.start()
+    tensors.clear()
+    others = [pool.empty(SHAPE, torch.float32).fill_(1) for _ in range(3)]
+    assert where not in map(address, others)
+    let_go.set()
+    thread.join()
+    assert seen == [True]
+    assert address(pool.empty(SHAPE, torch.float32)) == where
+
+
+def test_each_thread_has_blocks_of_its_own(pool):
+    where, others = address(pool.empty(SHAPE, torch.float32)), []
+    thread = threading.Thread(
+        target=lambda: others.append((len(pool), pool.empty(SHAPE, torch.float32)))
+    )
+    thread.start()
+    thread.join()
+    known, tensor = others[0]
+    assert known == 0 and address(tensor) != where and len(pool) == 1
 
 
 def test_every_output_kept_is_what_it_was():
@@ -118,22 +146,30 @@ def test_backward_after_more_batches():
     assert weight.grad.item() == 9 * 3 * 96 * 96
 
 
-def test_layout_and_size_of_what_is_given_out(pool):
-    where = address(pool.empty((4, 3, 64, 64), torch.float32))
-    assert address(pool.empty((4, 3, 64, 60), torch.float32)) == where
-    small = pool.empty((4, 3, 32, 32), torch.float32)
-    assert small.untyped_storage().nbytes() < 1.3 * small.nbytes
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.bfloat16, torch.float64])
+def test_tensors_are_like_those_of_torch(pool, dtype):
+    pool.empty((4, 3, 64, 64), dtype)
+    tensor = pool.empty((4, 3, 64, 60), dtype)
+    assert len(pool) == 1
+    assert tensor.shape == (4, 3, 64, 60) and tensor.is_contiguous() and tensor.dtype is dtype
+    assert tensor.data_ptr() % 64 == 0 and tensor.storage_offset() == 0
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert not tensor._is_view() and tensor._base is None and tensor.is_leaf
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    assert file.tell() < tensor.nbytes + 4096
+    assert torch.equal(copy.deepcopy(tensor.fill_(3)), tensor)
 
 
 @pytest.mark.parametrize('size', [1, 64, 65, 1000, 4097, 38535168])
 def test_size_class_is_tight_and_stable(size):
-    capacity = recycle._size_class(size)
+    capacity = memory._size_class(size)
     assert size <= capacity <= max(size * 1.125, size + 64)
-    assert recycle._size_class(capacity) == capacity
+    assert memory._size_class(capacity) == capacity
 
 
 def test_bounds():
-    pool = RecycledMemory(max_bytes=10_000, max_blocks=3, min_bytes=100)
+    pool = HostMemory(max_bytes=10_000, max_blocks=3, min_bytes=100)
     held = [pool.empty((1024,), torch.uint8) for _ in range(6)]
     assert len(pool) == 3
     assert len({address(tensor) for tensor in held}) == 6
@@ -146,33 +182,11 @@ def test_bounds():
 
 
 def test_sizes_no_longer_asked_for_are_forgotten():
-    pool = RecycledMemory(max_age=4, min_bytes=1)
+    pool = HostMemory(max_age=4, min_bytes=1)
     pool.empty((100_000,), torch.uint8)
     for _ in range(4):
         pool.empty((1024,), torch.uint8)
     assert pool.nbytes == 1024
-
-
-@pytest.mark.parametrize('again', [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
-def test_memory_stays_behind_when_the_owner_is_copied(pool, again):
-    kept = pool.empty(SHAPE, torch.float32)
-    copied = again(pool)
-    assert len(copied) == 0 and len(pool) == 1
-    assert copied._bounds == pool._bounds
-    assert address(copied.empty(SHAPE, torch.float32)) != address(kept)
-
-
-def test_without_counts_memory_is_fresh(pool):
-    with mock.patch.object(recycle, '_HOLDERS_OF_IDLE', None):
-        assert pool.empty(SHAPE, torch.float32).shape == SHAPE
-    assert len(pool) == 0
-    with mock.patch.object(recycle, '_use_count', None):
-        assert recycle._holders_of_idle() is None
-
-
-def test_counts_that_do_not_tell_are_found_out():
-    with mock.patch.object(recycle._Block, 'holders', lambda block: (1, 3)):
-        assert recycle._holders_of_idle() is None
 
 
 def test_threads_never_share(pool):
@@ -195,16 +209,18 @@ def test_threads_never_share(pool):
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
-def test_forked_child_starts_with_an_empty_unlocked_pool(pool):
-    pool.empty(SHAPE, torch.float32)
-    pool._lock.acquire()
+def test_forked_child_leaves_held_memory_alone(pool):
+    held, dropped = pool.empty(SHAPE, torch.float32).fill_(7), pool.empty(SHAPE, torch.float32)
+    idle = address(dropped)
+    del dropped
     child = os.fork()
     if child == 0:
-        fine = len(pool) == 0 and pool._lock.acquire(timeout=5)
+        given = [pool.empty(SHAPE, torch.float32).fill_(1) for _ in range(3)]
+        places = set(map(address, given))
+        fine = idle in places and address(held) not in places and bool((held == 7).all())
         os._exit(0 if fine else 1)
-    pool._lock.release()
     assert os.waitpid(child, 0)[1] == 0
-    assert len(pool) == 1
+    assert bool((held == 7).all()) and len(pool) == 2
 
 
 def test_outputs_and_scratch_come_from_one_pool():
