@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+import torch
+
 from .classes import accepts_any, field_default, nearest, valid_fields
 from .parts import DatasetPart, FieldSource, read_parts, split_dataloader, take_parts
 
@@ -34,6 +36,10 @@ NOT_FIELDS = frozenset({'type', 'wraps', 'prefetch_safe', '_scope_'})
 # Three names for one decision: whether the order of the channels is reversed.
 CHANNEL_ORDER = ('to_rgb', 'bgr_to_rgb', 'rgb_to_bgr')
 BY_SAMPLE = frozenset({'mean', 'std', *CHANNEL_ORDER})
+# What is subtracted and divided by; mmpretrain's `TwoNormDataPreprocessor` has both pairs.
+STATISTICS = (('mean', 'std'), ('second_mean', 'second_std'))
+# The field of mmdet's `MultiBranchDataPreprocessor` that holds the config of another preprocessor.
+INNER = 'data_preprocessor'
 
 
 @dataclass
@@ -266,13 +272,24 @@ def _disagreement(source: FieldSource, one: str, other: str) -> ValueError:
 
 
 def _check_statistics(binding: Binding, cls: Callable) -> None:
+    """Check the values of mean and std while they are plain numbers: nothing else does, as reading
+    them from an accelerator would make the host wait."""
     names = {*valid_fields(cls), *binding.fields}
-    if not names.issuperset(('mean', 'std')):
-        return
-    mean = _numbers('mean', binding, cls)
-    std = _numbers('std', binding, cls)
-    if (mean is None) != (std is None):
-        given, missing = ('mean', 'std') if std is None else ('std', 'mean')
+    for mean, std in STATISTICS:
+        if names.issuperset((mean, std)):
+            _check_pair(mean, std, binding, cls)
+    inner = binding.fields.get(INNER)
+    if isinstance(inner, dict):
+        # Its class is looked up elsewhere: the defaults are not known, and a number may do.
+        fields = {name: [value] if _is_number(value) else value for name, value in inner.items()}
+        origin = dict.fromkeys(inner, f'{binding.origin[INNER]}.{INNER}')
+        _check_statistics(Binding(binding.split, str(inner.get('type')), fields, origin), dict)
+
+
+def _check_pair(mean: str, std: str, binding: Binding, cls: Callable) -> None:
+    means, stds = _numbers(mean, binding, cls), _numbers(std, binding, cls)
+    if (means is None) != (stds is None):
+        given, missing = (mean, std) if stds is None else (std, mean)
         where = binding.origin.get(given) or f'{binding.type_name}, by default'
         if missing in binding.origin:
             where += f', but {binding.origin[missing]} says {missing}=None'
@@ -280,19 +297,20 @@ def _check_statistics(binding: Binding, cls: Callable) -> None:
             f'{given} is given ({where}), {missing} is not, in the {binding.split} split: write '
             f'both, or {given}=None to leave normalisation out'
         )
-    if mean is None:
+    if means is None:
         return
+    origins = [binding.origin.get(name, 'default') for name in (mean, std)]
     # mmengine spreads a single value over all channels.
-    if len(mean) != len(std) and 1 not in (len(mean), len(std)):
+    if len(means) != len(stds) and 1 not in (len(means), len(stds)):
         raise ValueError(
-            f'mean has {len(mean)} values ({binding.origin.get("mean", "default")}), std has '
-            f'{len(std)} ({binding.origin.get("std", "default")}), in the {binding.split} split: '
-            "write one value for each of the image's channels in both"
+            f'{mean} has {len(means)} values ({origins[0]}), {std} has {len(stds)} ({origins[1]}), '
+            f"in the {binding.split} split: write one value for each of the image's channels in "
+            'both'
         )
-    if 0 in std:
+    if not all(torch.tensor(list(map(float, stds)), dtype=torch.float32)):
         raise ValueError(
-            f'{binding.origin.get("std", "default")}: std={std} holds a zero, by which images '
-            'would be divided; write 1 for a channel that is not to be scaled'
+            f'{origins[1]}: {std}={stds} holds a zero in float32, by which images would be '
+            'divided; write 1 for a channel that is not to be scaled'
         )
 
 

@@ -46,6 +46,16 @@ class PaddingPreprocessor(ImgDataPreprocessor):
         super().__init__(*args, **kwargs)
 
 
+class TwoPairs(BaseDataPreprocessor):
+    def __init__(self, mean=None, std=None, second_mean=None, second_std=None):
+        super().__init__()
+
+
+class Branches(BaseDataPreprocessor):
+    def __init__(self, data_preprocessor):
+        super().__init__()
+
+
 class ScalarPreprocessor(BaseDataPreprocessor):
     def __init__(self, mean=127.5, std=127.5):
         super().__init__()
@@ -561,11 +571,48 @@ def test_lengths_that_fit(lengths):
     assert resolve('train', ImgDataPreprocessor, [bound(**fields)]).fields == fields
 
 
-@pytest.mark.parametrize('zero', [0, 0.0, -0.0])
+@pytest.mark.parametrize('zero', [0, 0.0, -0.0, 1e-60])
 def test_zero_std(zero):
     with pytest.raises(ValueError, match='holds a zero') as error:
         resolve('train', ImgDataPreprocessor, [bound(mean=[1, 2], std=[1, zero])])
     assert f'{KEY}.data_preprocessor: std=' in str(error.value)
+
+
+def test_second_pair_of_statistics():
+    fields = dict(second_mean=[1.0, 2.0], second_std=[1.0, 2.0])
+    assert resolve('train', TwoPairs, [bound(**fields)]).fields == fields
+    for wrong, said in (
+        (dict(second_std=[1, 0]), 'second_std=.1, 0. holds a zero'),
+        (dict(second_std=[1, float('nan')]), 'second_std=.* not finite'),
+        (dict(second_std=None), 'second_mean is given .*, second_std is not'),
+        (dict(second_std=[1, 2, 3]), 'second_mean has 2 values .*, second_std has 3'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resolve('train', TwoPairs, [bound(**fields | wrong)])
+
+
+@pytest.mark.parametrize(
+    ('inner', 'said'),
+    [
+        (dict(mean=[1, 2, 3], std=[1, 0, 1]), r'std=\[1, 0, 1\] holds a zero'),
+        (dict(mean=[1, float('inf')], std=[1]), 'mean=.* not finite'),
+        (dict(mean=[1, 2, 3], std=[1, 2]), 'mean has 3 values .*std has 2'),
+        (dict(mean=[1], std=None), 'mean is given .*std=None'),
+        (dict(mean='123', std=[1]), "mean='123' is not a sequence"),
+    ],
+)
+def test_statistics_of_a_preprocessor_inside(inner, said):
+    with pytest.raises(ValueError, match=said) as error:
+        resolve('train', Branches, [of_model(data_preprocessor=dict(type='Any', **inner))])
+    assert 'model.data_preprocessor.data_preprocessor' in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'inner', [{}, dict(mean=None), dict(mean=[1, 2]), dict(mean=1, std=2), dict(mean=[1], std=[2])]
+)
+def test_a_preprocessor_inside_whose_class_decides(inner):
+    fields = dict(data_preprocessor=dict(type='Any', **inner))
+    assert resolve('train', Branches, [of_model(**fields)]).fields == fields
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +12,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from ..elements import moved
-from ..ops import check_constants
+from .passes import note_unscaled
 
 _device = attrgetter('device')
 
@@ -25,8 +24,6 @@ class Family:
     ``forward`` returns, to the bit.
     """
 
-    #: Pairs of fields that hold values to subtract and to divide by.
-    constants: Sequence[tuple[str, str]] = (('mean', 'std'),)
     #: Whether the fused pass can normalise each sample of a batch with constants of its own.
     by_sample = False
     #: Whether ``begin`` makes the same of a batch whatever ``training`` says.
@@ -45,37 +42,10 @@ class Family:
 
         Returns:
             nn.Module: The preprocessor.
-
-        Raises:
-            ValueError: A std is zero, a value is not finite, or their numbers do not fit.
         """
-        self.check(fields)
         made = cls(**fields)
-        self.remember_mean(made, fields)
+        note_unscaled(made, fields)
         return made
-
-    def check(self, fields: dict) -> None:
-        """Check the constants among a preprocessor's arguments.
-
-        Args:
-            fields (dict): The arguments.
-
-        Raises:
-            ValueError: A std is zero, a value is not finite, or their numbers do not fit.
-        """
-        for names in self.constants:
-            mean, std = map(fields.get, names)
-            if isinstance(mean, Sequence) and isinstance(std, Sequence):
-                check_constants(mean, std, where=f'data_preprocessor ({", ".join(names)})')
-
-    def remember_mean(self, made: nn.Module, fields: dict) -> None:
-        """Keep the mean as plain numbers until the first batch says of which dtype images are:
-        reading it from the device would make the host wait."""
-        vars(made)['_unseen_mean'] = {
-            name: tuple(fields[name])
-            for name, _ in self.constants
-            if isinstance(fields.get(name), Sequence)
-        }
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         """Do what may run ahead: what depends on the batch alone.

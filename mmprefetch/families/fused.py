@@ -11,7 +11,6 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from .family import Family, cast
-from .passes import objection
 
 
 @dataclass
@@ -115,7 +114,7 @@ class FusedFamily(Family):
         if begun.done:
             result = begun.result
         elif begun.pixels is None:
-            result = self._own_forward(preprocessor, begun.data, training)
+            result = preprocessor(begun.data, training)
         else:
             result = self.rest(preprocessor, begun.data, begun.pixels, training)
         if begun.fields and result.get('data_samples') is begun.data['data_samples']:
@@ -133,7 +132,7 @@ class FusedFamily(Family):
             data = cast(preprocessor, batch)
         pixels = self._pixels(preprocessor, data, training)
         if pixels is None:
-            return self._own_forward(preprocessor, batch, training)
+            return preprocessor(batch, training)
         return self.rest(preprocessor, data, pixels, training)
 
     def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
@@ -141,18 +140,6 @@ class FusedFamily(Family):
         if not all(hasattr(preprocessor, name) for name in names):
             return None  # another version of the class than the one that was declared
         return self.pixels(preprocessor, data, training)
-
-    def _own_forward(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
-        """Run the class's own forward on what the fused pass did not take. What it raises gets a
-        note where the pass knows of a reason."""
-        try:
-            return preprocessor(data, training)
-        except Exception as error:
-            # Other classes may hold something else than one image for each sample.
-            reason = objection(preprocessor, data['inputs']) if self.by_sample else None
-            if reason is not None:
-                error.add_note(reason)
-            raise
 
 
 def twin(

@@ -37,16 +37,6 @@ class MultiBranchFamily(Family):
 
     inner_field = 'data_preprocessor'
 
-    def check(self, fields: dict) -> None:
-        inner = fields.get(self.inner_field)
-        if isinstance(inner, dict):
-            super().check(inner)
-
-    def remember_mean(self, made: nn.Module, fields: dict) -> None:
-        inner = fields.get(self.inner_field)
-        if isinstance(inner, dict):
-            super().remember_mean(made.data_preprocessor, inner)
-
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> list:
         inner = preprocessor.data_preprocessor
         family = family_of(type(inner))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .family import Family
 from .fused import Begun, FusedFamily, twin
-from .passes import fused
+from .passes import fused, note_unscaled
 from .registry import register_family
 
 
@@ -36,12 +36,11 @@ class AnyChannels(Family):
         if mean is None or std is None or {len(mean), len(std)} <= {1, 3}:
             made = super().make(cls, fields)
         else:
-            self.check(fields)
             made = cls(**{**fields, 'mean': None, 'std': None})
             made._enable_normalize = True
             made.register_buffer('mean', torch.tensor(mean).view(-1, 1, 1), False)
             made.register_buffer('std', torch.tensor(std).view(-1, 1, 1), False)
-            self.remember_mean(made, fields)
+            note_unscaled(made, fields)
         made._any_channels = True
         return made
 

@@ -80,8 +80,6 @@ class SelfSupFamily(AnyChannels, ViewsFamily):
 class TwoNormFamily(ViewsFamily):
     """``TwoNormDataPreprocessor``: the second view, the target, has constants of its own."""
 
-    constants = (('mean', 'std'), ('second_mean', 'second_std'))
-
     def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
         views = data['inputs']
         # Given a tensor, the class takes it apart.

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import check_batch, normalize_batch, reversal, warn_if_unscaled
+from ..ops import normalize_batch, reversal
 from ..sections import laid_out_as_usual
 
 _dtype, _shape = attrgetter('dtype'), attrgetter('shape')
@@ -53,24 +54,27 @@ def becomes_float(preprocessor: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
-def objection(preprocessor: nn.Module, images: Any) -> str | None:
-    """What the fused pass has to say against images.
+def note_unscaled(preprocessor: nn.Module, fields: dict) -> None:
+    """Note which means lie in 0..1, which is wrong beside images of whole numbers.
+
+    The first batch says of which dtype the images are, but to read the values from a device then
+    would make the host wait.
 
     Args:
-        preprocessor (nn.Module): Holds the constants.
-        images (Any): Whatever a batch holds as ``inputs``.
-
-    Returns:
-        str | None: The sample, the key, what was found and what to write; None if nothing is wrong.
+        preprocessor (nn.Module): The preprocessor.
+        fields (dict): The arguments that it was built from.
     """
-    if not isinstance(images, (Tensor, list, tuple)):
-        return None
-    mean, std = (vars(preprocessor).get('_buffers', {}).get(name) for name in ('mean', 'std'))
-    try:
-        check_batch(images, mean, std)
-    except ValueError as error:
-        return f'data_preprocessor: {error}'
-    return None
+    noted = vars(preprocessor)['_unscaled'] = {}
+    for name, value in fields.items():
+        if name == 'data_preprocessor' and isinstance(value, dict):
+            note_unscaled(getattr(preprocessor, name), value)
+        elif (
+            name in ('mean', 'second_mean')
+            and isinstance(value, (list, tuple))
+            and any(value)
+            and all(0 <= each <= 1 for each in value)
+        ):
+            noted[name] = list(value)
 
 
 def fused(
@@ -124,9 +128,14 @@ def fused(
         return None
     if isinstance(images, Tensor) and not laid_out_as_usual(images):
         return None  # the class's result has the strides of its input, which decide about kernels
-    unseen = vars(preprocessor).get('_unseen_mean', {}).pop(names[0], None)
-    if unseen is not None:
-        warn_if_unscaled(unseen, images[0].dtype)
+    unscaled = vars(preprocessor).get('_unscaled', {}).pop(names[0], None)
+    if unscaled is not None and not images[0].dtype.is_floating_point:
+        warnings.warn(
+            f'data_preprocessor: {names[0]} {unscaled} lies in 0..1 but the images are '
+            f'{images[0].dtype}; write mean and std in the units of the images (for uint8, times '
+            '255)',
+            stacklevel=2,
+        )
     return _normalize(images, mean, std, order, options)
 
 

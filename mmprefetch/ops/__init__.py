@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from .cpu import normalize as _cpu
-from .plan import check_batch, check_constants, plan_batch, reversal, warn_if_unscaled
+from .plan import plan_batch, reversal
 from .reference import normalize as _reference
 
-__all__ = ['check_batch', 'check_constants', 'normalize_batch', 'reversal', 'warn_if_unscaled']
+__all__ = ['normalize_batch', 'reversal']
 
 
 def normalize_batch(

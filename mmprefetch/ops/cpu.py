@@ -33,17 +33,7 @@ def normalize(plan: Plan) -> Tensor:
 
     Returns:
         The batch.
-
-    Raises:
-        ValueError: If a std is zero.
     """
-    # A list, which is looked through in less time than a tensor this small.
-    if plan.std is not None and 0 in plan.std.flatten().tolist():
-        sample, channel = (plan.std == 0).nonzero()[0].tolist()
-        raise ValueError(
-            f'std: 0 for channel {channel} of sample {sample}; write 1 for a channel that is not '
-            'to be scaled'
-        )
     out = plan.out
     if out is None:
         out = _memory.empty(plan.shape, torch.float32)

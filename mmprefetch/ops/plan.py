@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -55,95 +53,6 @@ def reversal(channels: int) -> tuple[int, ...] | None:
         The order that swaps channels 0 and 2 and keeps every other; None below 3 channels.
     """
     return (2, 1, 0, *range(3, channels)) if channels >= 3 else None
-
-
-def check_constants(
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    channels: int | None = None,
-    where: str = 'data_preprocessor',
-) -> None:
-    """Check mean and std while they are still plain numbers, when a preprocessor is built.
-
-    On an accelerator the fused pass cannot look at their values without a sync, so that this is
-    the place where a zero is found.
-
-    Args:
-        mean: Values to subtract, one for each channel or one for all.
-        std: Values to divide by.
-        channels: Number of channels of the images where it is known.
-        where: The config that the values come from, for the error.
-
-    Raises:
-        ValueError: If only one of the two is given, their numbers differ (1 goes with any), a
-            value is not finite, a std is zero, or they do not fit the channels.
-    """
-    if mean is None and std is None:
-        return
-    for key, values, other in (('mean', mean, 'std'), ('std', std, 'mean')):
-        if values is None:
-            raise ValueError(
-                f'{where}: {other} is given but {key} is None; write both, or neither for images '
-                'that are not to be normalised'
-            )
-        for channel, value in enumerate(values):
-            if not math.isfinite(value):
-                raise ValueError(f'{where}: {key}[{channel}] is {value}; write a finite number')
-            if key == 'std' and torch.tensor(value, dtype=torch.float32) == 0:
-                raise ValueError(
-                    f'{where}: std[{channel}] is {value}; write 1 for a channel that is not to '
-                    'be scaled'
-                )
-        if len(values) < 1 or (channels is not None and len(values) not in (1, channels)):
-            wanted = 'at least 1 value' if channels is None else f'1 or {channels} values'
-            images = '' if channels is None else f' for images of {channels} channels'
-            raise ValueError(f'{where}: {key} has {len(values)} values{images}; write {wanted}')
-    if len(mean) != len(std) and 1 not in (len(mean), len(std)):
-        raise ValueError(
-            f'{where}: mean has {len(mean)} values and std has {len(std)}; write one of each for '
-            'each channel, or one for all'
-        )
-
-
-def warn_if_unscaled(
-    mean: Sequence[float] | None, dtype: torch.dtype, where: str = 'data_preprocessor'
-) -> bool:
-    """Warn of a mean in 0..1 beside images whose values are integers.
-
-    Args:
-        mean: Values to subtract, as plain numbers.
-        dtype: dtype of the images.
-        where: The config that the values come from, for the warning.
-
-    Returns:
-        Whether it warned.
-    """
-    if mean is None or dtype.is_floating_point or not any(mean):
-        return False
-    if not all(0 <= value <= 1 for value in mean):
-        return False
-    warnings.warn(
-        f'{where}: mean {list(mean)} lies in 0..1 but the images are {dtype}; write mean and std '
-        'in the units of the images (for uint8, times 255)',
-        stacklevel=2,
-    )
-    return True
-
-
-def check_batch(
-    images: Tensor | Sequence[Tensor], mean: Tensor | None = None, std: Tensor | None = None
-) -> None:
-    """Check images, and that they fit mean and std, without doing anything with them.
-
-    Args:
-        images: See :func:`mmprefetch.ops.normalize_batch`.
-        mean: See there.
-        std: See there.
-
-    Raises:
-        ValueError: See there.
-    """
-    plan_batch(images, mean, std)
 
 
 def plan_batch(

@@ -192,6 +192,12 @@ def test_within_float32_rounding_of_float64(dtype, normalized):
     torch.testing.assert_close(got.double(), exact, rtol=2**-22, atol=2**-18)
 
 
+def test_division_by_zero_is_that_of_torch():
+    images = torch.tensor([0, 9], dtype=torch.uint8).view(1, 1, 1, 2)
+    got = normalize_batch(images, torch.zeros(1), torch.zeros(1)).flatten()
+    assert got[0].isnan() and got[1] == float('inf')
+
+
 def test_channel_reversal_by_hand():
     pixel = torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1)
     got = normalize_batch(
