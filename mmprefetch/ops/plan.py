@@ -215,14 +215,14 @@ def _per_channel(
     shape = values.shape
     if len(shape) == 1 or (len(shape) == 3 and shape[1:].numel() == 1):
         rows = None
-    elif len(shape) == 2 or (len(shape) > 3 and shape[2:].numel() == 1):
+    elif len(shape) == 2:
         rows = shape[0]
     else:
         raise ValueError(
             f'{key}: shape {tuple(shape)}; write (C,) or (C, 1, 1) for the whole batch or (N, C) '
             'for each sample'
         )
-    if rows not in (None, count) and not (rows == 1 and len(shape) > 3):
+    if rows not in (None, count):
         raise ValueError(
             f'{key}: values for {rows} samples but the batch has {count}; write ({count}, '
             f'{channels}) values, or ({channels},) for the whole batch'

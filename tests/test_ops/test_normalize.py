@@ -210,7 +210,7 @@ def test_reversal_keeps_every_channel():
     assert [reversal(c) for c in (1, 2, 3, 5)] == [None, None, (2, 1, 0), (2, 1, 0, 3, 4)]
 
 
-@pytest.mark.parametrize('shape', [(3,), (3, 1, 1), (1, 3, 1, 1), (1, 3, 1, 1, 1), (2, 3)])
+@pytest.mark.parametrize('shape', [(3,), (3, 1, 1), (2, 3)])
 def test_shapes_of_constants(shape):
     images = pixels((2, 3, 5, 5), torch.uint8)
     mean, std = torch.tensor(MEAN), torch.tensor(STD)
