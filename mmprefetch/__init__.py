@@ -20,6 +20,7 @@ from .loops import (
     PrefetchTestLoop,
     PrefetchValLoop,
 )
+from .own_loops import look_ahead
 from .restore import load_preprocessor
 from .version import __version__
 
@@ -36,4 +37,5 @@ __all__ = [
     '__version__',
     'enable_prefetch',
     'load_preprocessor',
+    'look_ahead',
 ]

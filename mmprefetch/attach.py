@@ -26,8 +26,8 @@ from .binding import (
 )
 from .config import dropped_top_level_fields, is_prefetching, preprocessor_sources
 from .data_preprocessor import PrefetchDataPreprocessor, build, find_wrapped
+from .engine.mixed import PartConstants
 from .families import family_of
-from .mixed import PartConstants
 
 SPLITS = ('train', 'val', 'test')
 
@@ -180,7 +180,7 @@ def _mix(
     preprocessor: PrefetchDataPreprocessor, split: str, cls: type, bindings: list[Binding]
 ) -> None:
     family = family_of(cls)
-    if family is None or not family.by_sample:
+    if not family.by_sample:
         raise ValueError(
             f'{bindings[0].part} and other parts of {split}_dataloader.dataset differ in mean, std '
             f'or channel order, but {cls.__name__} cannot normalise each sample with values of its '

@@ -51,16 +51,7 @@ def enable_prefetch(cfg: Config, prefetch_depth: int = 2) -> Config:
             f'cfg: expected an mmengine Config, found {type(cfg).__name__}; write '
             'enable_prefetch(Config.fromfile(path)) or enable_prefetch(Config(some_dict))'
         )
-    if not isinstance(prefetch_depth, int) or isinstance(prefetch_depth, bool):
-        raise TypeError(
-            f'prefetch_depth: expected an int, found {type(prefetch_depth).__name__} '
-            f'{prefetch_depth!r}; write a number of batches such as 2'
-        )
-    if prefetch_depth < 0:
-        raise ValueError(
-            f'prefetch_depth: found {prefetch_depth}; write 0 for none, or a number of batches '
-            'such as 2'
-        )
+    check_depth('prefetch_depth', prefetch_depth)
     cfg = copy.deepcopy(cfg)
     imports = cfg.get('custom_imports') or ConfigDict(imports=[], allow_failed_imports=False)
     modules = imports['imports']
@@ -78,6 +69,28 @@ def enable_prefetch(cfg: Config, prefetch_depth: int = 2) -> Config:
             kept = {k: v for k, v in dict.items(loop) if k not in ('type', 'by_epoch')}
             cfg[key] = ConfigDict({'type': name, **kept, 'prefetch_depth': prefetch_depth})
     return cfg
+
+
+def check_depth(key: str, depth: Any) -> None:
+    """Check a number of batches to look ahead.
+
+    Args:
+        key (str): Its config key.
+        depth (Any): The value.
+
+    Raises:
+        TypeError: It is not an int.
+        ValueError: It is negative.
+    """
+    if not isinstance(depth, int) or isinstance(depth, bool):
+        raise TypeError(
+            f'{key}: expected an int, found {type(depth).__name__} {depth!r}; write a number of '
+            'batches such as 2, or 0 for no look-ahead'
+        )
+    if depth < 0:
+        raise ValueError(
+            f'{key}: found {depth}; write a number of batches such as 2, or 0 for no look-ahead'
+        )
 
 
 def dropped_top_level_fields(cfg: Config | dict) -> dict:

@@ -1,40 +1,39 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""The preprocessor that begins work on batches early and hands it out when the model asks."""
+"""The preprocessor that hands out what was begun on a batch when the model asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
-from mmengine.model import BaseDataPreprocessor, BaseModel
+import torch
+from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
 from .binding import FieldSource, resolve
 from .classes import find_class, nearest, preprocessor_names
-from .families import Family, announce, cast, family_of
-from .families.fused import twin
-from .mixed import PartConstants, SampleConstants
-from .ownership import own_memory
-from .staging import stage
-from .tickets import Result, Runtime, Staged, Ticket
-from .watch import Watch
+from .engine import Call, Preparation, Runtime, ThreadModes, Ticket
+from .engine.mixed import PartConstants, SampleConstants
+from .families import Family, announce, family_of, family_of_module, with_samples
 from .wrapping import WrappingPreprocessor
 
 
 @MODELS.register_module()
 class PrefetchDataPreprocessor(WrappingPreprocessor):
-    """Wraps any data preprocessor; begins its work on batches ahead of the model's step.
+    """Wraps any data preprocessor; its work on a batch is begun ahead of the model's step.
 
-    :meth:`prefetch` begins work on a batch. A later call with that very object waits for the work
-    on the compute stream, and returns its result. A batch that nobody began is processed at once.
+    A loop that looks ahead begins the work in its loader thread. A call with the very object that
+    the loop has handed out makes the compute stream wait for that work, and returns its result. A
+    batch that nobody began is processed at once.
 
     Args:
         wraps (str): Registered name of the preprocessor to wrap. Defaults to
             'ImgDataPreprocessor'.
         prefetch_safe (bool): Declares that the forward of the wrapped preprocessor depends on its
-            batch alone (no random numbers, no collectives, no iteration), so that the whole of it
-            may run ahead. Not needed for the classes that mmprefetch knows. Defaults to False.
+            batch and fields alone (no random numbers, no collectives, no iteration), so that the
+            whole of it may run ahead. Not needed for the classes that mmprefetch knows. Defaults
+            to False.
         **fields: The wrapped preprocessor's own arguments.
 
     Raises:
@@ -43,7 +42,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
     """
 
     _OWN = WrappingPreprocessor._OWN | {
-        *('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', '_mixed', '_runtime')
+        *('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', 'runtime', '_mixed')
     }
 
     def __init__(
@@ -77,19 +76,11 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         self.prefetch_safe = prefetch_safe
         self.split: str | None = None
         self.bindings: dict[str, Any] = {}
+        self.runtime = Runtime()
         self._mixed: dict[str, PartConstants] = {}
-        self._runtime = Runtime()
         self._wrap(wrapped)
         if not prefetch_safe:
             announce(wrapped)
-
-    def _split_now(self, training: bool) -> str | None:
-        """The split that a batch belongs to which nobody began. Outside of any loop, for example
-        when a trained model is tried by hand, the flag tells the most likely one."""
-        if self.split is not None:
-            return self.split
-        likely = ('train',) if training else ('test', 'val', 'train')
-        return next((split for split in likely if split in self.bindings), None)
 
     def is_mixed(self, split: str) -> bool:
         """Whether the datasets of a split differ in what their samples are normalised with.
@@ -111,125 +102,66 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         """
         self._mixed[split] = constants
 
-    # -- look-ahead ---------------------------------------------------------------------------
-
-    @property
-    def compute_on_host(self) -> bool:
-        """bool: Whether the model's step runs on the calling thread."""
-        return self._runtime.stream(self.device).compute_on_host
-
-    def stage(
-        self, batch: Any, split: str, depth: int, parts: Sequence[int] | None = None
-    ) -> Staged:
-        """Make a batch ready for its transfer, on the thread that loaded it.
+    def effective(self, split: str | None) -> tuple[nn.Module, Family]:
+        """The effective preprocessor of a split, and what is known of it.
 
         Args:
-            batch (Any): A batch from the dataloader.
-            split (str): The split it belongs to.
-            depth (int): Batches that may be in flight at a time.
-            parts (Sequence[int], optional): Of a mixed dataset, the part that each sample is from.
+            split (str | None): 'train', 'val' or 'test'; None: outside of any loop.
 
         Returns:
-            Staged: To be given to :meth:`prefetch`.
-        """
-        staged = Staged(Watch(batch))
-        if parts is not None:
-            staged.samples = self._mixed[split].of(parts)
-        # A module that is no preprocessor of mmengine's kind may want its input on the host.
-        if not self.compute_on_host and isinstance(self.of_split(split), BaseDataPreprocessor):
-            ring = self._runtime.ring(split, depth + 2)
-            constants = None if staged.samples is None else staged.samples.values
-            staged.packed = stage((batch, constants), self.device, ring)
-        return staged
-
-    def prefetch(
-        self, batch: Any, training: bool, split: str = 'train', staged: Staged | None = None
-    ) -> None:
-        """Begin work on a batch.
-
-        Args:
-            batch (Any): A batch from the dataloader. The object itself is the ticket.
-            training (bool): What the model is going to pass as ``training``.
-            split (str): Whose effective preprocessor is used.
-            staged (Staged, optional): What :meth:`stage` returned for the batch.
+            tuple: The preprocessor and its family.
         """
         module = self.of_split(split)
-        family = _family(module)
-        device = self.device
-        runtime = self._runtime
-        staged = staged or Staged(Watch(batch))
-        packed, samples = staged.packed, staged.samples
-        ambient = None
-        if family is None and self.prefetch_safe:
-            ambient = runtime.expected_ambient(split, device)
-        # Before the work is begun: a field may change at any time from here on.
-        # A mere transfer does not depend on them.
-        generation = (
-            None
-            if family is None and ambient is None
-            else runtime.check(module, family is not None)
-        )
-        stream = runtime.stream(device)
-        runtime.follow(stream)
+        return module, family_of_module(module, self.prefetch_safe)
 
-        def prepare() -> Result:
-            own = samples
-            if packed is not None:
-                (moved, constants), blocks = packed.deliver()
-                if own is not None:
-                    own = SampleConstants(constants, own.reverse)
-            elif family is not None:
-                # Containers of its own, so that what is put into them does not show in the
-                # caller's batch before that is due.
-                moved, blocks = cast(BaseDataPreprocessor(), batch), []
-            elif ambient is not None:
-                # Memory of its own as well: a user's forward may work in place.
-                moved, blocks = own_memory(batch), []
-            else:
-                moved, blocks = batch, []
-            if family is not None:
-                begun = family.begin(_with_samples(module, own), moved, training)
-                return Result(begun, blocks, family.made(begun))
-            if ambient is not None:
-                with ambient.applied():
-                    value = module(moved, training)
-                return Result(value, blocks, value)
-            return Result(moved, blocks)
+    # -- what a pass over a dataloader asks for ----------------------------------------------------
 
-        work = stream.submit(prepare)
-        if packed is not None and packed.lease is not None:
-            packed.lease.copied(work.barrier())
-        runtime.add(
-            Ticket(batch, staged.watch, split, training, work, family, ambient, generation, samples)
-        )
-
-    def remember(self, batch: Any, split: str, staged: Staged) -> None:
-        """Keep what was noted of a batch, to be used when the model asks for it.
+    def preparation(self, split: str) -> Preparation:
+        """Make what begins work in the loader thread of a pass.
 
         Args:
-            batch (Any): A batch from the dataloader.
-            split (str): Whose effective preprocessor is used.
-            staged (Staged): What :meth:`stage` returned for the batch.
-        """
-        self._runtime.add(Ticket(batch, staged.watch, split, samples=staged.samples))
-
-    def discard(self, batch: Any) -> bool:
-        """Drop the work begun on a batch.
-
-        Args:
-            batch (Any): The batch.
+            split (str): 'train', 'val' or 'test'.
 
         Returns:
-            bool: Whether there was any that nobody had asked for.
+            Preparation: For one pass. The calling thread's current stream is taken for the one
+            that the model runs on.
         """
-        return self._runtime.take(batch) is not None
+        return Preparation(self, split)
 
-    def close(self) -> None:
-        """Give the stream's thread back. The preprocessor may go on being used."""
-        self._runtime.close()
+    def samples_of(self, split: str, parts: list[int]) -> SampleConstants:
+        """Of a mixed dataset, look up what the samples of a batch are normalised with.
 
-    # -- the model's side -----------------------------------------------------------------------
+        Args:
+            split (str): 'train', 'val' or 'test'.
+            parts (list[int]): The part that each sample is from.
 
+        Returns:
+            SampleConstants: In the order of the samples.
+        """
+        return self._mixed[split].of(parts)
+
+    def expect(self, ticket: Ticket) -> None:
+        """Note that a batch is handed out, so that the model may ask for it.
+
+        Args:
+            ticket (Ticket): Of the batch.
+        """
+        self.runtime.due.append(ticket)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Forget the ticket of a batch whose step was issued.
+
+        Args:
+            ticket (Ticket): Of the batch.
+        """
+        if ticket in self.runtime.due:
+            self.runtime.due.remove(ticket)
+        if ticket.release is not None:
+            ticket.release()
+
+    # -- what the model asks for -------------------------------------------------------------------
+
+    @torch.compiler.disable  # what was begun belongs to one batch, and is nothing to be traced
     def forward(self, data: Any, training: bool = False) -> Any:
         """Preprocess a batch, or hand out what was begun on it.
 
@@ -239,66 +171,47 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
 
         Returns:
             Any: What the wrapped preprocessor returns.
+
+        Raises:
+            ValueError: The batch is of a mixed dataset, and did not come through a prefetch loop.
         """
-        ticket = self._runtime.take(data)
-        if ticket is None:
-            split = self._split_now(training)
-            if split in self._mixed:
-                raise ValueError(
-                    f'{split}_dataloader holds datasets that differ in mean, std or channel order, '
-                    f'so its batches have to come through a prefetch loop: write '
-                    f"`{split}_cfg.type='Prefetch{split.capitalize()}Loop'` (for training "
-                    "'PrefetchLoop')."
-                )
-            return self._process(self.of_split(split), data, training)
-        module = _with_samples(self.of_split(ticket.split), ticket.samples)
-        family = _family(module)
-        if (
-            ticket.work is None
-            or ticket.family is not family
-            or ticket.watch.changed()
-            or not self._is_current(ticket)
-        ):
-            return self._process(module, data, training)
-        if family is not None and ticket.training != training and not family.trains_alike:
-            return self._process(module, data, training)
-        result = ticket.work.wait(Result.used)
-        if family is not None:
-            return family.finish(module, result.value, data, training)
-        if self.prefetch_safe:
-            ambient = self._runtime.note_ambient(ticket.split, self.device)
-            if ticket.ambient == ambient and ticket.training == training:
-                return result.value
-            return self._process(module, data, training)
-        return module(result.value, training)
-
-    def _is_current(self, ticket: Ticket) -> bool:
-        """Whether the fields are still those that a ticket's work was begun with."""
-        if ticket.generation is None:
-            return True
-        module = self.of_split(ticket.split)
-        return ticket.generation == self._runtime.check(module, ticket.family is not None)
-
-    def _process(self, module: nn.Module, data: Any, training: bool) -> Any:
-        family = _family(module)
-        if family is None:
-            return module(data, training)
+        ticket = self.runtime.find(data)
+        if ticket is not None:
+            return self._collect(ticket, data, training)
+        split = self._split_now(training)
+        if split in self._mixed:
+            raise ValueError(
+                f'{split}_dataloader holds datasets that differ in mean, std or channel order, '
+                'so its batches have to come through a prefetch loop: write '
+                f"`{split}_cfg.type='Prefetch{split.capitalize()}Loop'` (for training "
+                "'PrefetchLoop')."
+            )
+        module, family = self.effective(split)
         return family.run(module, data, training)
 
-    def _changed(self) -> None:
-        self._runtime.change()
+    def _collect(self, ticket: Ticket, data: Any, training: bool) -> Any:
+        module, family = self.effective(ticket.split)
+        module = with_samples(module, ticket.samples)
+        call = Call(training, ThreadModes.current(self.device) if family.needs_modes else None)
+        self.runtime.calls[ticket.split] = call
+        work = ticket.claim()
+        if work is None or not work.is_current(family, call):
+            return family.run(module, data, training)
+        held = work.collect()
+        if held:
+            ticket.release = functools.partial(work.side.release, held)
+        return family.finish(module, work.begun, data, training)
+
+    def _split_now(self, training: bool) -> str | None:
+        """The split that a batch belongs to which nobody began. Outside of any loop, for example
+        when a trained model is tried by hand, the flag tells the most likely one."""
+        if self.split is not None:
+            return self.split
+        likely = ('train',) if training else ('test', 'val', 'train')
+        return next((split for split in likely if split in self.bindings), None)
 
     def extra_repr(self) -> str:
         return f'wraps={type(self.wrapped).__name__}, fields={self.fields}'
-
-
-def _family(module: nn.Module) -> Family | None:
-    """What is known of a preprocessor; nothing where someone has replaced its forward."""
-    return None if 'forward' in vars(module) else family_of(type(module))
-
-
-def _with_samples(module: nn.Module, samples: SampleConstants | None) -> nn.Module:
-    return module if samples is None else twin(module, {'_samples': samples})
 
 
 def find_wrapped(name: Any, scope: str | None = None) -> type[nn.Module]:
@@ -343,5 +256,4 @@ def build(cls: type[nn.Module], fields: dict) -> nn.Module:
     Returns:
         nn.Module: The preprocessor.
     """
-    family = family_of(cls)
-    return family.make(cls, fields) if family is not None else cls(**fields)
+    return family_of(cls).make(cls, fields)

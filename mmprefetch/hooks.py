@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""The hook that drives the look-ahead of a training run."""
+"""The hook that tells which split runs, and records what its images went through."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from .restore import PARTS_KEY, RECORD_KEY, type_name
 
 @HOOKS.register_module()
 class PrefetchHook(Hook):
-    """Begins work on the next batches at the right moment, and records what they went through.
+    """Tells the preprocessor which split runs, and writes a record into checkpoints.
 
     The loops of mmprefetch register one where the config has none, and keep it ahead of all other
-    hooks: the next batch is begun when the step has been launched, and before another hook turns
-    a logged tensor into a number, which makes the host wait for the device.
+    hooks, so that these find the right split.
     """
 
     priority = 'HIGHEST'
@@ -62,14 +61,6 @@ class PrefetchHook(Hook):
     def after_test(self, runner: Any) -> None:
         """Back to what was before."""
         self._leave(runner)
-
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
-    ) -> None:
-        """Begin work on the next batches: the step has been launched, nothing has waited yet."""
-        fill = getattr(runner.train_loop.dataloader, 'fill', None)
-        if fill is not None:
-            fill()
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
         """Write the effective preprocessing of each split into the checkpoint."""

@@ -21,7 +21,7 @@ class WrappingPreprocessor(BaseDataPreprocessor):
     """
 
     #: Names of attributes that belong to the wrapper itself.
-    _OWN = frozenset({'_wrapped', '_of_split', '_ready'})
+    _OWN = frozenset({'_wrapped', '_of_split', '_ready', 'forward'})
 
     def _wrap(self, module: nn.Module) -> None:
         self._of_split: dict[str, nn.Module] = {}
@@ -58,10 +58,6 @@ class WrappingPreprocessor(BaseDataPreprocessor):
         if isinstance(module, BaseDataPreprocessor):
             module._device = self.device
         self._of_split[split] = module.to(self.device)
-        self._changed()
-
-    def _changed(self) -> None:
-        """Called whenever a field of a wrapped module may have changed."""
 
     @property
     def device(self) -> torch.device:
@@ -92,8 +88,6 @@ class WrappingPreprocessor(BaseDataPreprocessor):
             setattr(module, name, value)
         if name == 'training':
             self.__dict__['training'] = value
-        elif name != '_device':
-            self._changed()
 
     def __delattr__(self, name: str) -> None:
         if name in type(self)._OWN:
@@ -101,14 +95,12 @@ class WrappingPreprocessor(BaseDataPreprocessor):
             return
         for module in self._modules_held():
             delattr(module, name)
-        self._changed()
 
     def _apply(self, fn: Any, recurse: bool = True) -> WrappingPreprocessor:
         super()._apply(fn, recurse)
         for module in self._modules_held():
             if module is not self.wrapped:
                 module._apply(fn, recurse)
-        self._changed()
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -116,7 +108,6 @@ class WrappingPreprocessor(BaseDataPreprocessor):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.wrapped._load_from_state_dict(*args, **kwargs)
-        self._changed()
 
     def cast_data(self, data: Any) -> Any:
         """Move a batch to the device as the wrapped preprocessor does.

@@ -1,10 +1,11 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """An accelerator emulated on the CPU: its streams are queues, its memory is host memory.
 
-While a :class:`Device` is active, every torch operation that computes is queued on the calling
-thread's current stream and returns at once; until it runs, its output holds rubbish. Each stream
-has a thread of its own that runs its queue with random delays. So an order that nobody has asked
-for does not hold by chance: a missing wait shows as a wrong value.
+While a :class:`Device` is active in a thread, every torch operation that computes is queued on
+that thread's current stream and returns at once; until it runs, its output holds rubbish. Each
+stream has a thread of its own that runs its queue with random delays. So an order that nobody has
+asked for does not hold by chance: a missing wait shows as a wrong value. The main thread enters the
+device; any other works on host memory, at once, but where it uses a stream.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,27 +69,80 @@ class Stream:
         self.wait_event(event)
 
 
-class Device(TorchDispatchMode):
+class _Issue(TorchDispatchMode):
+    """Queues what one thread computes."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.device.dispatch(func, args, kwargs or {})
+
+
+class PinnedMemory:
+    """Pinned memory that is given out again as soon as Python has let go of it, whatever the device
+    still reads: unlike torch's own allocator for CUDA."""
+
+    def __init__(self, empty):
+        self._empty = empty
+        self._free = []
+        self._storages = set()
+
+    def empty(self, nbytes):
+        whole = next((each for each in self._free if each.numel() >= nbytes), None)
+        if whole is None:
+            whole = self._empty(1 << max(nbytes - 1, 1).bit_length(), dtype=torch.uint8)
+            self._storages.add(whole.untyped_storage().data_ptr())
+        else:
+            self._free = [each for each in self._free if each is not whole]
+        given = whole[:nbytes]
+        weakref.finalize(given, self._free.append, whole)
+        return given
+
+    def unowned(self, thing):
+        """What a queue may hold of its arguments without holding the memory."""
+        if isinstance(thing, torch.Tensor):
+            pinned = thing.untyped_storage().data_ptr() in self._storages
+            return thing.detach() if pinned else thing
+        if isinstance(thing, (tuple, list)):
+            return type(thing)(map(self.unowned, thing))
+        if isinstance(thing, dict):
+            return {key: self.unowned(item) for key, item in thing.items()}
+        return thing
+
+
+class Device:
     """The emulated device, and the interface that the engine's streams are written against.
 
     Args:
         seed (int): Of the delays.
         most (float): The longest delay of an operation, in seconds.
+        marks (bool): Whether it can be told who reads memory (``record_stream``).
     """
 
-    def __init__(self, seed=0, most=0.002):
-        super().__init__()
+    def __init__(self, seed=0, most=0.002, marks=True):
         self.device = torch.device('cpu')
         self.log = []
         self.recorded = []
         self.host_waits = 0
+        self.marks = marks
+        self.pinned = PinnedMemory(torch.empty)
         self._held = []
         self.most = most
         self._random = random.Random(seed)
         self._ids = 0
         self.compute = Stream(self)
-        self._current = self.compute
-        self._issuing = threading.get_ident()
+        self._of_thread = threading.local()
+        self._modes = []
+
+    def __enter__(self):
+        self._modes.append(_Issue(self))
+        self._modes[-1].__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._modes.pop().__exit__(*exception)
 
     def next_id(self):
         self._ids += 1
@@ -105,40 +160,30 @@ class Device(TorchDispatchMode):
         return Event(self)
 
     def current_stream(self):
-        return self._current
+        return getattr(self._of_thread, 'stream', self.compute)
 
     @contextlib.contextmanager
     def use(self, stream):
-        before, self._current = self._current, stream
+        before, self._of_thread.stream = self.current_stream(), stream
+        main = threading.current_thread() is threading.main_thread()
         try:
-            yield
+            with contextlib.nullcontext() if main else _Issue(self):
+                yield
         finally:
-            self._current = before
-
-    def on_host(self, function):
-        """Make a function work on host memory, at once, whatever stream is current."""
-
-        def wrapped(*args, **kwargs):
-            self._issuing, before = None, self._issuing
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._issuing = before
-
-        return wrapped
+            self._of_thread.stream = before
 
     def record_use(self, tensor, stream):
+        if not self.marks:
+            raise NotImplementedError('record_stream')
         self.recorded.append((tensor.untyped_storage().data_ptr(), stream.id))
 
     # -- operations ----------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def dispatch(self, func, args, kwargs):
+        args, kwargs = self.pinned.unowned(args), self.pinned.unowned(kwargs)
         schema = func._schema
         aliases = [a.alias_info for a in (*schema.arguments, *schema.returns) if a.alias_info]
         written = [alias for alias in aliases if alias.is_write]
-        if threading.get_ident() != self._issuing:
-            return func(*args, **kwargs)  # the host's own work, as staging in the loader thread
         if aliases and not written:
             return func(*args, **kwargs)  # a view
         name = schema.name
@@ -146,7 +191,7 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ('aten::_local_scalar_dense', 'aten::equal'):
             raise AssertionError(f'{name} makes the host wait for the device')
-        stream = self._current
+        stream = self.current_stream()
         if written:
             targets = [
                 value
@@ -165,6 +210,8 @@ class Device(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = out if isinstance(out, (tuple, list)) else [out]
         outputs = [value for value in outputs if isinstance(value, torch.Tensor)]
+        if not outputs:
+            return out  # a question, such as whether it is pinned
         for value in outputs:
             value.fill_(RUBBISH if value.dtype != torch.bool else True)
         self._note(name, stream, (args, kwargs), outputs)

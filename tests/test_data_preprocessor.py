@@ -17,7 +17,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmprefetch import PrefetchDataPreprocessor
-from mmprefetch.watch import FieldWatch
+from mmprefetch.engine import Preparation, Ticket
 
 IMG = {key: value for key, value in toys.IMG.items() if key != 'type'}
 
@@ -32,42 +32,55 @@ def batch(count=3, seed=0):
 
 @pytest.fixture
 def wrapper():
-    made = PrefetchDataPreprocessor(**IMG)
-    yield made
-    made.close()
+    return PrefetchDataPreprocessor(**IMG)
+
+
+def begin(preprocessor, raw):
+    """Take a batch through the loader thread's part of its road, and hand it out."""
+    ticket, preparation = Ticket(raw, 'train'), preprocessor.preparation('train')
+    thread = threading.Thread(target=preparation.begin, args=[ticket], name='mmprefetch-loader')
+    thread.start()
+    thread.join()
+    preprocessor.expect(ticket)
+    return ticket
 
 
 def test_result_of_begun_work_is_the_stock_result(wrapper):
     raw = batch()
     expected = ImgDataPreprocessor(**IMG)(copy.deepcopy(raw), True)
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     assert toys.same(wrapper(raw, True), expected)
     assert toys.same(wrapper(raw, True), expected)  # the second call is an ordinary one
 
 
+def expected_of(raw):
+    return ImgDataPreprocessor(**IMG)(raw, True)
+
+
 def test_the_object_itself_is_the_ticket(wrapper):
     raw = batch()
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
+    ticket = wrapper.runtime.due[0]
     other = copy.copy(raw)
-    assert toys.same(wrapper(other, True), wrapper(raw, True))
-    assert not wrapper.discard(raw)
+    assert toys.same(wrapper(other, True), expected_of(raw)) and not ticket.claimed
+    assert toys.same(wrapper(raw, True), expected_of(raw)) and ticket.claimed
+    assert ticket.work is None
 
 
 def test_a_batch_may_come_twice(wrapper):
     raw = batch()
     for _ in range(2):
-        wrapper.prefetch(raw, True)
+        begin(wrapper, raw)
     first, second = wrapper(raw, True), wrapper(raw, True)
     assert toys.same(first, second) and first is not second
-    assert not wrapper.discard(raw)
 
 
-def test_discard(wrapper):
+def test_a_ticket_that_was_withdrawn_is_not_found(wrapper):
     raw = batch()
-    assert not wrapper.discard(raw)
-    wrapper.prefetch(raw, True)
-    assert wrapper.discard(raw)
-    assert toys.same(wrapper(raw), ImgDataPreprocessor(**IMG)(raw))
+    ticket = begin(wrapper, raw)
+    wrapper.withdraw(ticket)
+    assert toys.same(wrapper(raw), expected_of(raw))
+    assert not ticket.claimed
 
 
 def test_four_and_nineteen_channels():
@@ -137,16 +150,15 @@ def test_leaves_that_are_not_tensors():
     )  # fmt: skip
     expected = BaseDataPreprocessor().cast_data(raw)
     wrapper = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
-    wrapper.prefetch(raw, True, 'train', wrapper.stage(raw, 'train', 2))
+    begin(wrapper, raw)
     out = wrapper(raw, True)
-    wrapper.close()
     assert toys.same(out, expected)
     assert out['array'] is raw['array']
 
 
 def test_errors_come_where_the_batch_is_due(wrapper):
     raw = dict(inputs='no image')
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     with pytest.raises(TypeError, match='no image'):
         wrapper(raw, True)
 
@@ -210,7 +222,7 @@ def test_outside_of_any_loop_the_flag_tells_the_split(wrapper):
 
 def test_a_field_that_changes_makes_begun_work_out_of_date(wrapper):
     raw = batch()
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     wrapper.pad_value = 9
     assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG, pad_value=9)(raw, True))
 
@@ -219,9 +231,9 @@ def test_a_field_that_changes_makes_begun_work_out_of_date(wrapper):
 def test_copies_leave_streams_and_begun_work_behind(wrapper, clone):
     raw = batch()
     wrapper.bind('val', ImgDataPreprocessor(mean=[5.0], std=[2.0]))
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     twin = clone(wrapper)
-    assert not twin.discard(raw)
+    assert twin.runtime.due == []
     assert toys.same(twin(raw), ImgDataPreprocessor(**IMG)(raw))
     twin.split = 'val'
     assert toys.same(twin(raw), ImgDataPreprocessor(mean=[5.0], std=[2.0])(raw))
@@ -247,10 +259,9 @@ def test_any_module_can_be_wrapped():
 
     wrapper = PrefetchDataPreprocessor.around(Plain())
     raw = dict(inputs=torch.ones(1))
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     assert 'seen' not in raw
     assert wrapper(raw, True) is raw and raw['seen'] is True
-    wrapper.close()
 
 
 @MODELS.register_module(force=True)
@@ -267,9 +278,8 @@ class Slow(BaseDataPreprocessor):
 def test_an_unknown_preprocessor_runs_when_the_batch_is_due():
     wrapper = PrefetchDataPreprocessor(wraps='Slow')
     raw = batch()
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     wrapper(raw, True)
-    wrapper.close()
     assert wrapper.threads == ['MainThread']
 
 
@@ -278,14 +288,12 @@ def test_prefetch_safe_lets_forward_run_ahead_under_the_modes_of_the_model():
     scales = []
     for _ in range(3):
         raw = dict(inputs=[torch.ones(1)])
-        wrapper.prefetch(raw, True)
+        begin(wrapper, raw)
         with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
             scales.append(wrapper(raw, True)['inputs'][0].item())
-    wrapper.close()
     assert scales == [13.0] * 3
-    ahead = [name for name in wrapper.threads if name.startswith('mmprefetch')]
-    # The first was begun under other modes than the model turned out to have: done again.
-    assert len(ahead) == 3 and wrapper.threads.count('MainThread') == 1
+    # Nobody knew the model's modes yet when the first was begun: it was done again.
+    assert wrapper.threads == ['MainThread', *['mmprefetch-loader'] * 2]
 
 
 @pytest.mark.parametrize(
@@ -300,32 +308,30 @@ def test_prefetch_safe_lets_forward_run_ahead_under_the_modes_of_the_model():
 )
 def test_a_field_changed_behind_the_wrappers_back(wrapper, change):
     raw = batch()
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     change(wrapper)
     assert toys.same(wrapper(raw, True), wrapper.wrapped(raw, True))
 
 
 def test_a_field_that_changes_while_work_is_begun(wrapper, monkeypatch):
-    raw = batch()
-    submit = type(wrapper._runtime.stream(wrapper.device)).submit
+    raw, inner = batch(), Preparation._begin
 
-    def slow(self, work):
-        made = submit(self, work)
-        made.barrier()()
+    def slow(self, *args):
+        made = inner(self, *args)
         wrapper.pad_value = 9  # the other thread's doing
         return made
 
-    monkeypatch.setattr(type(wrapper._runtime.stream(wrapper.device)), 'submit', slow)
-    wrapper.prefetch(raw, True)
+    monkeypatch.setattr(Preparation, '_begin', slow)
+    begin(wrapper, raw)
     assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG, pad_value=9)(raw, True))
 
 
 def test_a_replaced_forward_counts(wrapper):
     raw = batch()
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     wrapper.forward = lambda data, training=False: 'mine'
     assert wrapper(raw, True) == 'mine'
-    wrapper.prefetch(raw, True)
+    begin(wrapper, raw)
     del wrapper.forward
     assert toys.same(wrapper(raw, True), ImgDataPreprocessor(**IMG)(raw, True))
 
@@ -341,27 +347,29 @@ def test_a_safe_forward_may_work_in_place():
     wrapper.prefetch_safe = True
     for stale in (False, True):
         raw = dict(inputs=[torch.full((2,), 5.0)])
-        wrapper.prefetch(raw, True)
+        begin(wrapper, raw)
         if stale:
             wrapper.note = object()
         assert wrapper(raw, True)['inputs'][0].tolist() == [8.0, 8.0]
-    wrapper.close()
 
 
-def test_the_collector_may_end_a_pass_while_tickets_are_looked_at(monkeypatch):
-    """Whatever makes objects can run it, also where the lock of the tickets is held."""
-    preprocessor = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
-    other = batch(seed=1)
-    preprocessor.prefetch(other, True)
-    found = []
-    changed = FieldWatch.changed
+class Keeping(BaseDataPreprocessor):
+    """Keeps what it has seen last, for the model to read."""
 
-    def collecting(self):
-        if not found:
-            found.append(preprocessor.discard(other))
-        return changed(self)
+    def forward(self, data, training=False):
+        self.last = data['inputs'][0].item()
+        self.seen = [*getattr(self, 'seen', []), self.last]
+        return self.cast_data(data)
 
-    monkeypatch.setattr(FieldWatch, 'changed', collecting)
-    preprocessor.prefetch(batch(), True)
-    preprocessor.close()
-    assert found == [True]
+
+def test_state_that_a_safe_forward_keeps_is_that_of_the_batch_in_use():
+    wrapper = PrefetchDataPreprocessor.around(Keeping())
+    wrapper.prefetch_safe = True
+    wrapper(dict(inputs=[torch.tensor(0)]), True)
+    raws = [dict(inputs=[torch.tensor(number)]) for number in (1, 2, 3)]
+    tickets = [begin(wrapper, raw) for raw in raws]
+    for number, raw in enumerate(raws, 1):
+        assert wrapper.last == number - 1
+        wrapper(raw, True)
+        assert wrapper.last == number
+    assert all(ticket.claimed for ticket in tickets)

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement, PixelData
-from test_staging import Boxes, Renamed, WithProperty, batches, element, equal, instances
+from nested import CPU, Boxes, Renamed, WithProperty, batches, element, equal, instances
 
 from mmprefetch.elements import is_ordinary, moved
+from mmprefetch.engine.transfer import Transfer
 from mmprefetch.families.family import cast
-from mmprefetch.staging import stage
-
-CPU = torch.device('cpu')
 
 
 def sample():
@@ -152,7 +150,7 @@ def test_classes_that_copy_themselves_in_their_own_way(data, ordinary):
     ways = dict(
         moved=moved(data, CPU),
         cast=cast(BaseDataPreprocessor(), dict(data_samples=[data]))['data_samples'][0],
-        staged=stage([data], CPU).deliver()[0][0],
+        transferred=Transfer([data], CPU).issue()[0],
     )
     for way, made in ways.items():
         assert type(made) is type(expected), way

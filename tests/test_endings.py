@@ -117,7 +117,8 @@ runner = toys.Runner.from_cfg(cfg)
 if {how!r} == 'exit':
     iterator = iter(runner.train_loop.dataloader)
     batch = next(iterator)
-    while iterator._source._ready.empty():
+    runner.model.data_preprocessor(batch, True)
+    while iterator._thread._ready.empty():
         time.sleep(0.01)  # the thread has run ahead, and waits
     print('training', flush=True)
     sys.exit(0)
@@ -178,12 +179,19 @@ LOCKED = """
 import os, signal, sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
 import toys
-toys.ToyImages.__getitem__ = lambda self, index: time.sleep(600)
+first = toys.ToyImages.__getitem__
+toys.ToyImages.__getitem__ = lambda self, index: (
+    time.sleep(600) if os.path.exists({work!r} + '/slow') else first(self, index))
 cfg = toys.prefetching(toys.config({work!r}, workers=1))
-dataloader = toys.Runner.from_cfg(cfg).train_loop.dataloader
+cfg.train_dataloader.prefetch_factor = 1
+runner = toys.Runner.from_cfg(cfg)
+dataloader = runner.train_loop.dataloader
 passing = iter(dataloader)
-passing.fill()
-assert passing._source is not None
+batch = next(passing)
+open({work!r} + '/slow', 'w').close()
+runner.model.data_preprocessor(batch, True)
+while passing._thread is None or not passing._thread._ready.empty():
+    next(passing)
 passing._iterator._data_queue._wlock.acquire()  # as a worker does before it writes
 try:
     os.kill(passing._iterator._workers[0].pid, signal.SIGKILL)

@@ -82,7 +82,7 @@ toys.DATASETS.register_module(module=TwoViews, force=True)
 
 
 def test_batches_that_a_model_takes_apart_first_are_no_harm(tmp_path, caplog):
-    cfg = toys.config(tmp_path, batch_size=1)
+    cfg = toys.config(tmp_path, batch_size=1, workers=1)
     test = copy.deepcopy(cfg['val_dataloader'])
     test['dataset']['type'] = 'TwoViews'
     cfg.update(
@@ -106,4 +106,4 @@ def test_batches_that_a_model_takes_apart_first_are_no_harm(tmp_path, caplog):
     assert results[0] == results[1]
     warned = [r.getMessage() for r in caplog.records if 'look-ahead is now off' in r.getMessage()]
     assert len(warned) == 1 and 'test_cfg.prefetch_depth=0' in warned[0]
-    assert runner.test_loop.dataloader._depth == 0
+    assert not runner.test_loop.dataloader.looks_ahead

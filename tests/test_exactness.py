@@ -13,10 +13,10 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
-from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPERS
+from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS
 from mmengine.runner import Runner
 
-from mmprefetch.lookahead import LookAheadLoader
+from mmprefetch.engine import LookAheadLoader
 
 ITERS = dict(by_epoch=False, max_iters=11, val_interval=4)
 
@@ -195,13 +195,15 @@ def test_default_collate_and_pinned_flag(tmp_path):
 
 def test_compiled_step(tmp_path):
     train = dict(by_epoch=True, max_epochs=1)
-    cfg = toys.config(tmp_path / 'a', compile=dict(backend='eager'), val=False, train=train)
+    cfg = toys.config(
+        tmp_path / 'a', compile=dict(backend='eager'), val=False, train=train, workers=1
+    )
     stock = toys.run(cfg)
     cfg['work_dir'] = str(tmp_path / 'b')
     runner, record = toys.run(toys.prefetching(cfg, 2))
     toys.assert_same_run(stock, (runner, record))
     assert isinstance(runner.train_loop.dataloader, LookAheadLoader)
-    assert runner.train_loop.dataloader._depth == 2  # batches were asked for as they came
+    assert runner.train_loop.dataloader.looks_ahead  # batches were asked for as they came
 
 
 def test_two_runs_of_one_runner(tmp_path):
@@ -215,3 +217,37 @@ def test_two_runs_of_one_runner(tmp_path):
         runs.append((runner, toys.recorder(runner)))
     assert len(runs[0][1].losses) == 2 * 8
     toys.assert_same_run(*runs)
+
+
+@DATASETS.register_module(force=True)
+class OneBuffer(toys.ToyImages):
+    """Every item is a view of one buffer."""
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs, ragged=False)
+        self.buffer = torch.zeros(3, 6, 7, dtype=torch.uint8)
+        if kind == 'numpy':  # what is written through it does not show in the tensor's version
+            self.writer = self.buffer.numpy()
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if hasattr(self, 'writer'):
+            self.writer[:] = item['inputs'].numpy()
+        else:
+            self.buffer.copy_(item['inputs'])
+        return dict(item, inputs=self.buffer)
+
+
+@pytest.mark.parametrize('preprocessor', [toys.IMG, None, dict(type='RandomPreprocessor')])
+@pytest.mark.parametrize('kind', ['numpy', 'torch'])
+def test_a_dataset_that_reuses_its_buffer(tmp_path, kind, preprocessor):
+    cfg = toys.config(tmp_path / 'a', batch_size=1, preprocessor=preprocessor)
+    for split in ('train', 'val'):
+        cfg[f'{split}_dataloader']['dataset'] = dict(type='OneBuffer', kind=kind)
+    stock = toys.run(Config(cfg))
+    for depth in (1, 3):
+        cfg['work_dir'] = str(tmp_path / f'{depth}')
+        run = toys.run(toys.prefetching(cfg, depth))
+        toys.assert_same_run(stock, run)
+        seen = [[then for _, then, _ in record.raw] for _, record in (stock, run)]
+        assert toys.same(*seen)

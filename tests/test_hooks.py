@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""The hook begins the next batch at the right moment, and is first whatever else there is."""
+"""The hook tells which split runs, and is first whatever else there is."""
 
 import torch
 import toys
@@ -9,7 +9,6 @@ from mmengine.runner import Runner
 
 from mmprefetch import PrefetchDataPreprocessor, PrefetchHook
 from mmprefetch.hooks import find_preprocessor, put_first
-from mmprefetch.streams import HostStream
 
 
 @HOOKS.register_module(force=True)
@@ -47,29 +46,6 @@ def test_put_first_keeps_the_order_of_the_others():
     assert [type(hook) for hook in FakeRunner._hooks] == [PrefetchHook, kinds[0], kinds[2]]
 
 
-def test_on_an_accelerator_the_next_batch_is_begun_before_any_other_hook(tmp_path, monkeypatch):
-    monkeypatch.setattr(HostStream, 'compute_on_host', False)  # as where steps are only launched
-    cfg = toys.config(tmp_path, hooks=[dict(type='Eager')], val=False)
-    runner = Runner.from_cfg(toys.prefetching(cfg, 1))
-    events = next(hook for hook in runner.hooks if isinstance(hook, Eager)).events
-    prefetch, step = PrefetchDataPreprocessor.prefetch, type(runner.model).train_step
-
-    def begin(self, batch, *args, **kwargs):
-        events.append(('begin', batch['data_samples'][0].index))
-        return prefetch(self, batch, *args, **kwargs)
-
-    monkeypatch.setattr(PrefetchDataPreprocessor, 'prefetch', begin)
-    monkeypatch.setattr(
-        type(runner.model),
-        'train_step',
-        lambda self, *args, **kwargs: (events.append(('step',)), step(self, *args, **kwargs))[1],
-    )
-    runner.train()
-    kinds = [event[0] for event in events]
-    epoch = ['begin', *['step', 'begin', 'hook'] * 3, 'step', 'hook']
-    assert kinds == epoch * 2
-
-
 def test_split_follows_the_loops(tmp_path, monkeypatch):
     cfg = toys.config(tmp_path)
     cfg['val_cfg'] = dict()
@@ -77,18 +53,23 @@ def test_split_follows_the_loops(tmp_path, monkeypatch):
     cfg.val_cfg = dict(type='ValLoop')
     runner = Runner.from_cfg(cfg)
     seen = []
-    process = PrefetchDataPreprocessor._process
+    forward = PrefetchDataPreprocessor.forward
     monkeypatch.setattr(
         PrefetchDataPreprocessor,
-        '_process',
-        lambda self, module, data, training: (
+        'forward',
+        lambda self, data, training=False: (
             seen.append((self.split, training)),
-            process(self, module, data, training),
+            forward(self, data, training),
         )[1],
     )
     runner.train()
-    # Batches of the stock validation loop are begun by nobody.
-    assert seen == [('val', False)] * 8
+    assert (
+        seen
+        == [('train', True)] * 4
+        + [('val', False)] * 4
+        + [('train', True)] * 4
+        + [('val', False)] * 4
+    )
     assert find_preprocessor(runner).split is None
 
 

@@ -14,14 +14,13 @@ from mmengine.registry import HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 
 from mmprefetch import (
-    PrefetchDataPreprocessor,
     PrefetchEpochBasedTrainLoop,
     PrefetchHook,
     PrefetchIterBasedTrainLoop,
     PrefetchTestLoop,
     PrefetchValLoop,
 )
-from mmprefetch.lookahead import LookAheadLoader
+from mmprefetch.engine import LookAheadLoader, Preparation
 
 DEPTHS = (0, 1, 2, 8)
 ITERS = dict(by_epoch=False, max_iters=9, val_interval=4)
@@ -166,19 +165,18 @@ def test_state_dict_keys_are_the_stock_ones(tmp_path):
 
 def test_skipped_batches_are_not_begun(tmp_path, monkeypatch):
     train = dict(by_epoch=False, max_iters=20)
-    cfg = toys.prefetching(toys.config(tmp_path, train=train, val=False))
+    cfg = toys.prefetching(toys.config(tmp_path, train=train, val=False, workers=2))
     broken_off(cfg, 7)
-    begun = []
-    prefetch = PrefetchDataPreprocessor.prefetch
+    begun, begin = [], Preparation.begin
     monkeypatch.setattr(
-        PrefetchDataPreprocessor,
-        'prefetch',
-        lambda self, batch, *args, **kw: (begun.append(batch), prefetch(self, batch, *args, **kw)),
+        Preparation, 'begin', lambda self, ticket: (begun.append(ticket), begin(self, ticket))
     )
-    _, record = resumed(cfg)
+    runner, record = resumed(cfg)
     assert len(record.indices) == 20 - 7
-    trained = [raw for raw, *_ in record.raw]
-    assert all(one is other for one, other in zip(begun, trained, strict=True))
+    # The first is handed out as it comes; behind the last, batches were loaded that nobody takes.
+    trained = [raw for raw, *_ in record.raw][1:]
+    assert [ticket.batch is raw for ticket, raw in zip(begun, trained, strict=False)] == [True] * 12
+    assert len(begun) <= 12 + runner.train_loop.dataloader._depth
 
 
 def test_prefetch_loop_is_of_the_kind_asked_for(tmp_path):

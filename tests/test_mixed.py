@@ -17,9 +17,9 @@ from mmengine.registry import DATASETS, MODELS
 from torch.utils.data import DataLoader, Subset
 
 from mmprefetch import load_preprocessor
+from mmprefetch.engine import LookAheadLoader
+from mmprefetch.engine.mixed import part_finder
 from mmprefetch.hooks import find_preprocessor
-from mmprefetch.lookahead import LookAheadLoader
-from mmprefetch.mixed import PartRecorder, part_finder
 from mmprefetch.restore import choose_preprocessing
 
 VALUES = [
@@ -144,43 +144,45 @@ class Failing(Photos):
 class Noting:
     """A preprocessor that notes what each sample is said to be from."""
 
-    compute_on_host = True
-
     def __init__(self):
         self.said = []
-        self.remembered = []
+        self.due = []
 
-    def stage(self, batch, split, depth, parts):
-        self.said.append(([sample.number for sample in batch['data_samples']], parts))
+    def preparation(self, split):
+        return self
 
-    def prefetch(self, batch, training, split, staged):
+    def enter_thread(self):
         pass
 
-    def remember(self, batch, split, staged):
-        self.remembered.append(batch)
-
-    def discard(self, batch):
-        self.remembered = [other for other in self.remembered if other is not batch]
-        return False
-
-    def close(self):
+    def begin(self, ticket):
         pass
+
+    def samples_of(self, split, parts):
+        return parts
+
+    def expect(self, ticket):
+        self.said.append(
+            ([sample.number for sample in ticket.batch['data_samples']], ticket.samples)
+        )
+        self.due.append(ticket)
+        ticket.claim()
+
+    def withdraw(self, ticket):
+        self.due.remove(ticket)
 
 
 @pytest.mark.parametrize('depth', [0, 2])
-@pytest.mark.parametrize('skip', [0, 5])
+@pytest.mark.parametrize('pin_memory', [False, True])
 @pytest.mark.parametrize('workers', [0, 2])
-def test_parts_are_right_after_an_error_that_was_caught(workers, skip, depth):
+def test_parts_are_right_after_an_error_that_was_caught(workers, pin_memory, depth):
     numbers = [0, 1, 0, 1, 0]
     dataset = ConcatDataset([(Failing if n else Photos)(n) for n in numbers], ignore_keys=[])
     dataloader = DataLoader(
-        dataset, batch_size=2, num_workers=workers, collate_fn=pseudo_collate, timeout=60 * workers
-    )
+        dataset, batch_size=2, num_workers=workers, collate_fn=pseudo_collate,
+        timeout=60 * workers, pin_memory=pin_memory,
+    )  # fmt: skip
     preprocessor = Noting()
-    loader = LookAheadLoader(
-        dataloader, preprocessor, 'train', depth, recorder=PartRecorder(dataloader, 'train')
-    )
-    loader.plan(skip=skip)
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', depth, mixed=True)
     batches, errors, current = 0, 0, iter(loader)
     while True:
         try:
@@ -193,10 +195,11 @@ def test_parts_are_right_after_an_error_that_was_caught(workers, skip, depth):
             batches += 1
     loader.close()
     assert (batches, errors) == (11, 2)
-    assert len(preprocessor.said) == 11 - skip
+    assert len(preprocessor.said) == 11
     for found, said in preprocessor.said:
         assert [numbers[part] for part in said] == found
-    assert preprocessor.remembered == []
+    assert preprocessor.due == []
+    assert dataloader.dataset is dataset and dataloader.collate_fn is pseudo_collate
 
 
 def test_resume_skips_parts_as_well(tmp_path):

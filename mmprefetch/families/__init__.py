@@ -29,10 +29,10 @@ One that normalises by itself says how, and which of its attributes switch its o
 
 from . import mmaction, mmdet, mmengine, mmpose, mmpretrain, mmseg, mmyolo
 from .family import Family, cast
-from .fused import FusedFamily
+from .fused import FusedFamily, with_samples
 from .mmengine import CastFamily, ImgFamily, SuperFamily
 from .passes import fused
-from .registry import announce, family_of, register_family
+from .registry import announce, family_of, family_of_module, register_family
 from .stand_in import StandInFamily
 
 __all__ = [
@@ -45,8 +45,10 @@ __all__ = [
     'announce',
     'cast',
     'family_of',
+    'family_of_module',
     'fused',
     'register_family',
+    'with_samples',
 ]
 
 for _package in (mmengine, mmpretrain, mmseg, mmdet, mmpose, mmaction, mmyolo):

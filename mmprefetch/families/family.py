@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,10 @@ class Family:
     by_sample = False
     #: Whether ``begin`` makes the same of a batch whatever ``training`` says.
     trains_alike = False
+    #: Whether what ``begin`` returns depends on the thread's modes of torch, such as autocast.
+    needs_modes = False
+    #: Whether ``begin`` may write into the memory of the batch it is given.
+    works_in_place = False
     #: The field that holds the config of the preprocessor of the images where the class has one
     #: inside; fields bound to a dataset are for that one. The module has it as an attribute of
     #: the same name.
@@ -47,6 +52,40 @@ class Family:
         note_unscaled(made, fields)
         return made
 
+    def receive(self, preprocessor: nn.Module, batch: Any) -> Any:
+        """Make what :meth:`begin` is given of a batch that was not transferred.
+
+        Args:
+            preprocessor (nn.Module): Holds the device.
+            batch (Any): The raw batch.
+
+        Returns:
+            Any: What ``cast_data`` returns: containers of its own, on the device.
+        """
+        return cast(preprocessor, batch)
+
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        """The modules whose fields :meth:`begin` depends on.
+
+        Args:
+            preprocessor (nn.Module): The preprocessor.
+
+        Returns:
+            list[nn.Module]: By default the preprocessor alone.
+        """
+        return [preprocessor]
+
+    def written(self, begun: Any) -> Collection[str]:
+        """The attributes that :meth:`finish` is going to set on the preprocessor.
+
+        Args:
+            begun (Any): What :meth:`begin` returned; None where it failed.
+
+        Returns:
+            Collection[str]: By default none.
+        """
+        return ()
+
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         """Do what may run ahead: what depends on the batch alone.
 
@@ -62,17 +101,6 @@ class Family:
             Any: Whatever :meth:`finish` needs.
         """
         raise NotImplementedError
-
-    def made(self, begun: Any) -> Any:
-        """The part of what was begun that may hold memory beside what was transferred.
-
-        Args:
-            begun (Any): What :meth:`begin` returned.
-
-        Returns:
-            Any: Tensors, or containers of such. The whole of it by default.
-        """
-        return begun
 
     def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
         """Do the rest, where and when the class's own forward would be called.
@@ -99,7 +127,7 @@ class Family:
         Returns:
             Any: What the class's own forward returns.
         """
-        begun = self.begin(preprocessor, cast(preprocessor, batch), training)
+        begun = self.begin(preprocessor, self.receive(preprocessor, batch), training)
         return self.finish(preprocessor, begun, batch, training)
 
 

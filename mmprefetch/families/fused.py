@@ -10,7 +10,7 @@ from typing import Any
 from mmengine.structures import BaseDataElement
 from torch import nn
 
-from .family import Family, cast
+from .family import Family
 
 
 @dataclass
@@ -103,11 +103,6 @@ class FusedFamily(Family):
                 return begun.result  # and let go of the images as they came
         return begun
 
-    def made(self, begun: Any) -> Any:
-        if not isinstance(begun, Begun):
-            return begun
-        return begun.data, begun.pixels, begun.result
-
     def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
         if not isinstance(begun, Begun):
             return begun
@@ -121,19 +116,6 @@ class FusedFamily(Family):
             _write_back(begun, batch['data_samples'])
             result['data_samples'] = batch['data_samples']
         return result
-
-    def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:
-        if not isinstance(batch, dict) or 'inputs' not in batch:
-            return preprocessor(batch, training)
-        if self.writes:
-            # The class works on the samples of the raw batch itself.
-            data = {**batch, 'inputs': cast(preprocessor, {'inputs': batch['inputs']})['inputs']}
-        else:
-            data = cast(preprocessor, batch)
-        pixels = self._pixels(preprocessor, data, training)
-        if pixels is None:
-            return preprocessor(batch, training)
-        return self.rest(preprocessor, data, pixels, training)
 
     def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
         names = (*self.off, *self.needs, *((self.augments,) if self.augments else ()))
@@ -159,6 +141,19 @@ def twin(
     made = cls.__new__(cls)
     vars(made).update(vars(preprocessor), **attributes)
     return made
+
+
+def with_samples(preprocessor: nn.Module, samples: Any) -> nn.Module:
+    """A preprocessor that normalises each sample with constants of its own.
+
+    Args:
+        preprocessor (nn.Module): The preprocessor.
+        samples (SampleConstants | None): The constants; None: those of the preprocessor.
+
+    Returns:
+        nn.Module: A twin, or the preprocessor itself.
+    """
+    return preprocessor if samples is None else twin(preprocessor, {'_samples': samples})
 
 
 def unchanged(data: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from .family import Family
 from .fused import twin
 from .mmengine import SuperFamily
-from .registry import family_of, register_family
+from .registry import family_of_module, register_family
 
 
 class DetFamily(SuperFamily):
@@ -22,10 +22,19 @@ class DetFamily(SuperFamily):
 
     def is_pure(self, preprocessor: nn.Module, training: bool) -> bool:
         return super().is_pure(preprocessor, training) or all(
-            type(augment).__name__ in self.pure_augments
-            and type(augment).__module__.startswith('mmdet.')
-            for augment in preprocessor.batch_augments
+            map(self._is_pure, preprocessor.batch_augments)
         )
+
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        # The others are called when the batch is due, and may keep books in themselves.
+        augments = getattr(preprocessor, self.augments, None)
+        if augments is None:
+            return [preprocessor]
+        return [preprocessor, augments, *filter(self._is_pure, augments)]
+
+    def _is_pure(self, augment: Any) -> bool:
+        kind = type(augment)
+        return kind.__name__ in self.pure_augments and kind.__module__.startswith('mmdet.')
 
 
 class MultiBranchFamily(Family):
@@ -37,14 +46,17 @@ class MultiBranchFamily(Family):
 
     inner_field = 'data_preprocessor'
 
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        inner = preprocessor.data_preprocessor
+        return [preprocessor, *family_of_module(inner).reads(inner)]
+
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> list:
         inner = preprocessor.data_preprocessor
-        family = family_of(type(inner))
+        family = family_of_module(inner)
         begun = []
 
         def begin(branch: dict, training: bool = False) -> dict:
-            made = branch if family is None else family.begin(inner, branch, training)
-            begun.append((family, made))
+            begun.append(family.begin(inner, branch, training))
             return {}
 
         twin(preprocessor, {self.inner_field: begin}).forward(data, training)
@@ -52,18 +64,13 @@ class MultiBranchFamily(Family):
 
     def finish(self, preprocessor: nn.Module, begun: list, batch: Any, training: bool) -> Any:
         inner = preprocessor.data_preprocessor
+        family = family_of_module(inner)
         branches = iter(begun)
 
         def finish(branch: dict, training: bool = False) -> Any:
-            family, made = next(branches)
-            if family is None:
-                return inner(made, training)
-            return family.finish(inner, made, branch, training)
+            return family.finish(inner, next(branches), branch, training)
 
         return twin(preprocessor, {self.inner_field: finish}).forward(batch, training)
-
-    def made(self, begun: list) -> Any:
-        return [made if family is None else family.made(made) for family, made in begun]
 
 
 def declare() -> None:

@@ -11,7 +11,7 @@ from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 from torch import Tensor, nn
 
 from .family import Family
-from .fused import Begun, FusedFamily, twin
+from .fused import FusedFamily, twin
 from .passes import fused, note_unscaled
 from .registry import register_family
 
@@ -23,9 +23,6 @@ class CastFamily(Family):
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         return data
-
-    def made(self, begun: Any) -> Any:
-        return None
 
 
 class AnyChannels(Family):
@@ -71,10 +68,6 @@ class ImgFamily(AnyChannels, FusedFamily):
     def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> dict:
         return _with_pixels(data, pixels)
 
-    def made(self, begun: Any) -> Any:
-        # The data samples are as they were transferred.
-        return super().made(begun) if isinstance(begun, Begun) else begun['inputs']
-
 
 class SuperFamily(ImgFamily):
     """A class whose forward calls that of :class:`ImgDataPreprocessor`, and goes on from there.
@@ -87,9 +80,6 @@ class SuperFamily(ImgFamily):
     def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> Any:
         cls = _answering(type(preprocessor))
         return twin(preprocessor, {**self.off, '_pixels': pixels}, cls).forward(data, training)
-
-    def made(self, begun: Any) -> Any:
-        return FusedFamily.made(self, begun)
 
 
 class _Answer(ImgDataPreprocessor):

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..sections import laid_out_as_usual
 from .fused import FusedFamily, unchanged
 from .mmengine import AnyChannels
-from .passes import fused
+from .passes import fused, laid_out_as_usual
 from .registry import register_family
 
 

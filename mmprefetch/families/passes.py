@@ -11,9 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import normalize_batch, reversal
-from ..sections import laid_out_as_usual
 
 _dtype, _shape = attrgetter('dtype'), attrgetter('shape')
+
+
+def laid_out_as_usual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the strides that a new one of its shape has.
+
+    Args:
+        tensor (torch.Tensor): Any.
+
+    Returns:
+        bool: True if so. A dimension of a single element may have any without being called not
+        contiguous.
+    """
+    if not tensor.is_contiguous():
+        return False
+    return 1 not in tensor.shape or (
+        tensor.stride() == torch.empty(tensor.shape, device='meta').stride()
+    )
 
 
 def channels_of(images: Any, dims: int = 3) -> int | None:

@@ -9,6 +9,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from .family import Family
+from .unfused import SAFE, TRANSFER
 
 # What a subclass may define without changing what a declaration says of its base.
 _HARMLESS = frozenset(
@@ -46,7 +47,7 @@ def register_family(
 
 
 @cache
-def family_of(cls: type[nn.Module]) -> Family | None:
+def family_of(cls: type[nn.Module]) -> Family:
     """Find what is declared of a preprocessor class.
 
     Args:
@@ -54,15 +55,37 @@ def family_of(cls: type[nn.Module]) -> Family | None:
             that was declared, but for ``__init__``.
 
     Returns:
-        Family | None: The declaration, if there is one.
+        Family: The declaration; without one, that only its transfer runs ahead.
     """
     for base in cls.__mro__:
         family = _declared.get(base) or _declared.get(
             (base.__module__.split('.')[0], base.__name__)
         )
         if family is not None:
-            return None if _overrides(cls, base) else family
-    return None
+            return TRANSFER if _overrides(cls, base) else family
+    return TRANSFER
+
+
+def family_of_module(module: nn.Module, safe: bool = False) -> Family:
+    """Find what is known of a preprocessor.
+
+    Args:
+        module (nn.Module): The preprocessor. One that somebody has put hands on, by hooks or by
+            methods of its own, is called as it is.
+        safe (bool): Whether the user says that its forward depends on batch and fields alone.
+
+    Returns:
+        Family: How it works on a batch.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or _has_own_methods(module):
+        return TRANSFER
+    family = family_of(type(module))
+    return SAFE if safe and family is TRANSFER else family
+
+
+def _has_own_methods(module: nn.Module) -> bool:
+    cls = type(module)
+    return any(callable(getattr(cls, name, None)) for name in vars(module))
 
 
 def _overrides(cls: type, base: type) -> bool:
@@ -79,7 +102,7 @@ def announce(module: nn.Module) -> None:
         module (nn.Module): A preprocessor that is wrapped.
     """
     family = family_of(type(module))
-    if family is None:
+    if family is TRANSFER:
         _not_fused(type(module))
     elif family.inner_field is not None:
         announce(getattr(module, family.inner_field))

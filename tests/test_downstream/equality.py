@@ -3,6 +3,7 @@
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mmprefetch import PrefetchDataPreprocessor
+from mmprefetch.engine import Call, Ticket
+from mmprefetch.engine.transfer import Transfer
 from mmprefetch.families import passes
-from mmprefetch.staging import stage
 
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
 DTYPES = (torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float32)
@@ -60,6 +62,21 @@ def _strides(result):
             if isinstance(each, torch.Tensor)]  # fmt: skip
 
 
+def begin(wrapper, raw, training):
+    """Do what the loader thread does with a batch, and hand it out."""
+    wrapper.runtime.calls['train'] = Call(training)  # as the model asked for the batch before
+    ticket = Ticket(raw, 'train')
+    wrapper.preparation('train').begin(ticket)
+    wrapper.expect(ticket)
+
+
+def _transferred(wrapper, raw, training):
+    """Both parts of the family's work on a batch that lies in a staging buffer."""
+    module, family = wrapper.effective(None)
+    begun = family.begin(module, Transfer(raw, wrapper.device).issue(), training)
+    return family.finish(module, begun, raw, training)
+
+
 def assert_equal(cls, batch, training, fused=True, prepare=None, calls=1, **fields):
     """The wrapper's results are the class's own to the bit, and the raw batch is left as the
     class leaves it: called at once, with its work begun ahead, and from a staging buffer.
@@ -93,25 +110,26 @@ def assert_equal(cls, batch, training, fused=True, prepare=None, calls=1, **fiel
         expected.append((*_call(stock, raw, training), raw))
     passes.normalize_batch = count
     try:
-        for way in ('at once', 'ahead', 'staged'):
+        for way in ('at once', 'ahead', 'transferred'):
             wrapper = PrefetchDataPreprocessor.around(build(), fields)
             counted.clear()
             for result, state, raw_after in expected:
                 raw = copy.deepcopy(batch)
-                if way != 'at once':
-                    staged = wrapper.stage(raw, 'train', 2)
-                    if way == 'staged':  # as for an accelerator
-                        staged.packed = stage((raw, None), wrapper.device)
-                    wrapper.prefetch(raw, training, 'train', staged)
-                    wrapper._runtime.stream(wrapper.device).submit(int).wait(lambda _: ())
-                    assert toys.same(raw, batch), 'the raw batch changed before it was due'
-                got, got_state = _call(wrapper, raw, training)
+                if way == 'transferred':
+                    got, got_state = _call(partial(_transferred, wrapper), raw, training)
+                else:
+                    if way == 'ahead':
+                        _seed()
+                        seeded = _generators()
+                        begin(wrapper, raw, training)
+                        assert toys.same(seeded, _generators()), 'numbers drawn ahead'
+                        assert toys.same(raw, batch), 'the raw batch changed before it was due'
+                    got, got_state = _call(wrapper, raw, training)
                 assert toys.same(got, result), way
                 assert _strides(got) == _strides(result), way
                 assert toys.same(got_state, state), f'{way}: whose list, or generators'
-                if way != 'staged':  # what is changed in place is in the staging buffer there
+                if way != 'transferred':  # what is changed in place is in the buffer there
                     assert toys.same(raw, raw_after), f'{way}: the raw batch'
-            wrapper.close()
             assert bool(counted) == fused, f'{way}: fused pass ran {len(counted)} times'
     finally:
         passes.normalize_batch = original

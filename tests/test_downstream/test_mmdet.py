@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from equality import MEAN, STD, assert_equal, constants, dtypes, few, pixels, sizes
+from equality import MEAN, STD, assert_equal, begin, constants, dtypes, few, pixels, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from mmengine.logging import MessageHub
@@ -18,6 +18,7 @@ from packages import load
 
 from mmprefetch import PrefetchDataPreprocessor
 from mmprefetch.families import family_of
+from mmprefetch.families.unfused import TRANSFER
 
 module = load('mmdet.models.data_preprocessors.data_preprocessor')
 structures = load('mmdet.structures')
@@ -128,7 +129,7 @@ def test_iteration_is_read_when_the_batch_is_due():
     copies = copy.deepcopy(batches)
     hub.update_info('iter', 0)
     for raw in copies:  # begun, all of them, before the first step
-        wrapper.prefetch(raw, True)
+        begin(wrapper, raw, True)
     sizes_seen = set()
     for iteration, (raw, other) in enumerate(zip(batches, copies, strict=True)):
         hub.update_info('iter', iteration)
@@ -138,7 +139,6 @@ def test_iteration_is_read_when_the_batch_is_due():
             states.append(forward(one, True))
         assert toys.same(*states)
         sizes_seen.add(tuple(states[0]['inputs'].shape))
-    wrapper.close()
     assert len(sizes_seen) > 1  # so the size did change on the way
 
 
@@ -187,7 +187,7 @@ def test_multi_branch_around_a_class_that_is_not_known():
             data['inputs'] = data['inputs'] + torch.rand(1)
             return data
 
-    assert family_of(Noisy) is None
+    assert family_of(Noisy) is TRANSFER
     assert_equal(module.MultiBranchDataPreprocessor, branches(), True, fused=False,
                  data_preprocessor={**INNER, 'type': 'Noisy'})  # fmt: skip
 
@@ -224,12 +224,12 @@ def test_which_augments_run_ahead():
 
 
 def test_subclasses():
-    assert family_of(module.BoxInstDataPreprocessor) is None
+    assert family_of(module.BoxInstDataPreprocessor) is TRANSFER
     assert family_of(type('Own', (module.DetDataPreprocessor,), {})) is family_of(
         module.DetDataPreprocessor
     )
     pads_otherwise = type('Own', (module.DetDataPreprocessor,), dict(pad_gt_masks=lambda *_: None))
-    assert family_of(pads_otherwise) is None
+    assert family_of(pads_otherwise) is TRANSFER
 
 
 def test_four_channels():

@@ -2,22 +2,21 @@
 """Mixed datasets: from which part each sample comes, and the constants of that part.
 
 The parts of a concatenation may differ in mean, std and channel order. Which part a sample is
-from follows from its index, and the indices of a batch are known where the sampler gives them
-out, in the main process: datasets, pipelines and collate functions stay as they are.
+from follows from its index. It travels with the sample: while a dataloader's iterator is made,
+its dataset and collate function are wrapped.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from .parts import inner_datasets, read_parts
+from ..parts import inner_datasets, read_parts
 
 
 @dataclass
@@ -116,8 +115,62 @@ def part_finder(dataset: Any, key: str) -> Callable[[int], int]:
     )
 
 
-class PartRecorder:
-    """Stands in for a dataloader's batch sampler, and notes the parts of each batch's samples.
+class TaggedBatch(NamedTuple):
+    """A batch, and the part of the mixed dataset that each of its samples is from."""
+
+    batch: Any
+    parts: list[int]
+
+
+class _TaggedDataset:
+    """Gives out each item with its part. All else is the dataset's own.
+
+    Args:
+        dataset (Dataset): A map-style dataset with parts inside.
+        key (str): Its config key, for errors.
+    """
+
+    def __init__(self, dataset: Any, key: str) -> None:
+        self._dataset = dataset
+        self._key = key
+        self._find = part_finder(dataset, key)
+
+    def __reduce__(self) -> tuple:
+        return (_TaggedDataset, (self._dataset, self._key))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._dataset[index], self._find(index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == '_dataset':  # not set yet, as while unpickling
+            raise AttributeError(name)
+        value = getattr(self._dataset, name)
+        if name == '__getitems__' and value:
+            return lambda indices: list(zip(value(indices), map(self._find, indices)))  # noqa: B905
+        return value
+
+
+class _TaggedCollate:
+    """Collates the items as the dataloader's own function does, and passes the parts on.
+
+    Args:
+        collate (Callable): The dataloader's own.
+    """
+
+    def __init__(self, collate: Callable) -> None:
+        self._collate = collate
+
+    def __call__(self, tagged: list[tuple[Any, int]]) -> TaggedBatch:
+        return TaggedBatch(
+            self._collate([item for item, _ in tagged]), [part for _, part in tagged]
+        )
+
+
+class TaggedLoader:
+    """Iterates over a dataloader in a way that the parts of its samples travel with each batch.
 
     Args:
         dataloader (DataLoader): The dataloader.
@@ -128,73 +181,20 @@ class PartRecorder:
     """
 
     def __init__(self, dataloader: DataLoader, split: str) -> None:
-        key = f'{split}_dataloader'
-        sampler = getattr(dataloader, 'batch_sampler', None)
-        if sampler is None or not getattr(dataloader, 'in_order', True):
+        if getattr(dataloader, 'batch_sampler', None) is None:
             raise ValueError(
-                f'{key}: its datasets differ in mean, std or channel order, which needs batches of '
-                'a map-style dataset in the order of a batch sampler. Write a `batch_size` and '
-                'leave `in_order=False` out, or give the datasets the same values.'
+                f'{split}_dataloader: its datasets differ in mean, std or channel order, which '
+                'needs batches of a map-style dataset. Write a `batch_size`, or give the datasets '
+                'the same values.'
             )
-        self._sampler = sampler
-        self._find = part_finder(dataloader.dataset, f'{key}.dataset')
-        self.latest: deque[list[int]] = deque()
+        self._dataloader = dataloader
+        self._dataset = _TaggedDataset(dataloader.dataset, f'{split}_dataloader.dataset')
 
-    def __iter__(self) -> Iterator:
-        notes = self.latest = deque()
-        return self._noting(iter(self._sampler), notes)
-
-    def _noting(self, batches: Iterator, notes: deque[list[int]]) -> Iterator:
-        for indices in batches:
-            notes.append([self._find(index) for index in indices])
-            yield indices
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def iterate(self, dataloader: DataLoader) -> tuple[Iterator, deque[list[int]]]:
-        """Begin a pass over the dataloader.
-
-        Args:
-            dataloader (DataLoader): The dataloader.
-
-        Returns:
-            tuple: Its iterator, and the parts of the batches to come, filled as they are asked
-            for.
-        """
-        held = vars(dataloader)  # DataLoader refuses to have its sampler set
-        before, held['batch_sampler'] = held['batch_sampler'], self
+    def __iter__(self) -> Iterator[TaggedBatch]:
+        held = vars(self._dataloader)  # DataLoader refuses to have its dataset set
+        before = {name: held[name] for name in ('dataset', 'collate_fn')}
+        held.update(dataset=self._dataset, collate_fn=_TaggedCollate(held['collate_fn']))
         try:
-            iterator = iter(dataloader)
+            return iter(self._dataloader)
         finally:
-            held['batch_sampler'] = before
-        return iterator, self.latest
-
-
-def next_noted(iterator: Iterator, notes: deque[list[int]] | None) -> Any:
-    """Take a batch of a pass whose parts may be noted.
-
-    Args:
-        iterator (Iterator): The dataloader's, or from :meth:`PartRecorder.iterate`.
-        notes (deque | None): The notes of that pass, None without any. Where an error comes in
-            place of a batch, its note is taken away: whoever catches the error may go on.
-
-    Returns:
-        Any: The batch; its note is the first.
-    """
-    if notes is None:
-        return next(iterator)
-    received, noted = getattr(iterator, '_rcvd_idx', None), len(notes)
-    try:
-        return next(iterator)
-    except BaseException:
-        if received is None:  # its indices were drawn just now
-            while len(notes) > noted:
-                notes.pop()
-        else:  # earlier, for a worker process
-            for _ in range(iterator._rcvd_idx - received):
-                notes.popleft()
-        raise
+            held.update(before)

@@ -4,20 +4,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mmengine.structures import BaseDataElement
 from torch.overrides import TorchFunctionMode
 
-from .elements import is_ordinary, new_like
-from .sections import Entry, Place
+from ..elements import is_ordinary, new_like
 
 DIRECT = 1 << 20
 """Bytes. A tensor that is pinned already and at least this large goes from where it lies."""
 
 
-class Skeleton:
+class Entry(NamedTuple):
+    """A tensor of a batch, and where its moved copy belongs.
+
+    Attributes:
+        tensor (torch.Tensor): The tensor.
+        container (Any): A dict or list of the structure that is built.
+        key (Any): The key or index in it.
+    """
+
+    tensor: torch.Tensor
+    container: Any
+    key: Any
+
+
+class Layout:
     """The structure that ``BaseDataPreprocessor.cast_data`` builds, with its tensors left out.
 
     Its methods mirror the cases of ``cast_data``.
@@ -27,22 +40,22 @@ class Skeleton:
         device (torch.device): Where its tensors will go.
 
     Attributes:
-        root (list): Holds the structure at index 0.
-        packed (list): ``(tensor, place)`` of tensors for the staging buffer.
-        direct (list): ``(tensor, place)`` of tensors that are moved the ordinary way.
-        foreign (list): ``(object, moved, place)`` of objects with a ``to`` of their own; ``moved``
-            holds the places of the tensors that it moves, in order.
-        rebuild (list): ``(type, items, place)`` of immutable sequences, inner ones first.
+        packed (list[Entry]): Tensors for the staging buffer.
+        direct (list[Entry]): Tensors that are moved the ordinary way.
+        on_device (list[torch.Tensor]): Those of them that are on an accelerator already.
     """
 
     def __init__(self, batch: Any, device: torch.device) -> None:
         self.device = device
-        self.root: list = [None]
         self.packed: list[Entry] = []
         self.direct: list[Entry] = []
-        self.foreign: list[tuple[Any, list[list], Place]] = []
-        self.rebuild: list[tuple[type, list, Place]] = []
-        self.walk(batch, self.root, 0)
+        self.on_device: list[torch.Tensor] = []
+        self._root: list = [None]
+        # Objects with a `to` of their own, and the holders of the tensors that it moves, in order.
+        self._objects: list[tuple[Any, list[list], Any, Any]] = []
+        # Immutable sequences, inner ones first.
+        self._frozen: list[tuple[type, list, Any, Any]] = []
+        self._walk(batch, self._root, 0)
 
     def complete(self) -> Any:
         """Put together what needs its tensors first, when all places are filled.
@@ -50,96 +63,78 @@ class Skeleton:
         Returns:
             Any: The batch on the device.
         """
-        for thing, moved, (container, key) in self.foreign:
-            with _Replay([holder[0] for holder in moved], self.device):
+        for thing, holders, container, key in self._objects:
+            with _Replay([holder[0] for holder in holders], self.device):
                 container[key] = thing.to(self.device, non_blocking=False)
-        for kind, items, (container, key) in self.rebuild:
+        for kind, items, container, key in self._frozen:
             container[key] = kind(*items) if hasattr(kind, '_fields') else kind(items)
-        return self.root[0]
+        return self._root[0]
 
-    def walk(self, data: Any, container: Any, key: Any) -> None:
+    def _walk(self, data: Any, container: Any, key: Any) -> None:
         if isinstance(data, torch.Tensor):
-            self.tensor(data, container, key)
+            self._tensor(data, container, key)
         elif isinstance(data, Mapping):
-            copied: dict = {}
-            container[key] = copied
+            container[key] = copied = dict.fromkeys(data)
             for name in data:
-                copied[name] = None
-                self.walk(data[name], copied, name)
+                self._walk(data[name], copied, name)
         elif isinstance(data, (str, bytes)) or data is None:
             container[key] = data
         elif isinstance(data, BaseDataElement):
-            self.element(data, container, key)
+            self._element(data, container, key)
         elif isinstance(data, Sequence):
             items: list = [None] * len(data)
             for index, item in enumerate(data):
-                self.walk(item, items, index)
+                self._walk(item, items, index)
             if type(data) is list:
                 container[key] = items
             else:
-                self.rebuild.append((type(data), items, (container, key)))
+                self._frozen.append((type(data), items, container, key))
         else:
             container[key] = data
 
-    def tensor(self, data: torch.Tensor, container: Any, key: Any) -> None:
-        if (
-            type(data) is not torch.Tensor
-            or data.layout != torch.strided
-            or data.requires_grad
-            or data.device.type != 'cpu'
-            or data.is_quantized
-            or data.is_nested
-            or data.is_conj()
-            or data.is_neg()
-            or (data.nbytes >= DIRECT and self.device.type != 'cpu' and data.is_pinned())
-        ):
-            self.direct.append((data, (container, key)))
-        else:
-            self.packed.append((data, (container, key)))
+    def _tensor(self, data: torch.Tensor, container: Any, key: Any) -> None:
+        on_host = is_on_host(data)
+        if not on_host:
+            self.on_device.append(data)
+        ordinary = (
+            on_host
+            and type(data) is torch.Tensor
+            and data.layout == torch.strided
+            and not (data.requires_grad or data.is_quantized or data.is_nested)
+            and not (data.is_conj() or data.is_neg())
+            and not (data.nbytes >= DIRECT and self.device.type != 'cpu' and data.is_pinned())
+        )
+        (self.packed if ordinary else self.direct).append(Entry(data, container, key))
 
-    def element(self, data: BaseDataElement, container: Any, key: Any) -> None:
+    def _element(self, data: BaseDataElement, container: Any, key: Any) -> None:
         if not is_ordinary(data):
-            self.object(data, container, key)
+            self._object(data, container, key)
             return
         copied, fields = new_like(data)
         container[key] = copied
         for name in data._data_fields & fields.keys():  # a property's value has another name
             value = fields[name]
             if isinstance(value, torch.Tensor):
-                self.tensor(value, fields, name)
+                self._tensor(value, fields, name)
             elif isinstance(value, BaseDataElement):
-                self.element(value, fields, name)
+                self._element(value, fields, name)
             elif hasattr(value, 'to'):
-                self.object(value, fields, name)
+                self._object(value, fields, name)
 
-    def object(self, data: Any, container: Any, key: Any) -> None:
+    def _object(self, data: Any, container: Any, key: Any) -> None:
         """Something whose own ``to`` decides what it holds: see which tensors that moves."""
         with _Record(self.device) as record:
             data.to(self.device, non_blocking=False)
-        moved: list[list] = []
+        holders: list[list] = []
         for tensor in record.tensors:
-            holder: list = [None]
-            self.tensor(tensor, holder, 0)
-            moved.append(holder)
-        self.foreign.append((data, moved, (container, key)))
+            holders.append([None])
+            self._tensor(tensor, holders[-1], 0)
+        self._objects.append((data, holders, container, key))
 
 
-def copy_by_to(thing: Any) -> Any:
-    """Copy an object by its own ``to``: each tensor that this moves is copied.
-
-    Args:
-        thing (Any): An object with a ``to``.
-
-    Returns:
-        Any: The copy; the same object where ``to`` moves no tensor.
-    """
-    device = torch.device('cpu')
-    with _Record(device) as record:
-        thing.to(device)
-    if not record.tensors:
-        return thing
-    with _Replay([tensor.clone() for tensor in record.tensors], device):
-        return thing.to(device)
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is complete: on an accelerator some stream may still be writing it."""
+    return tensor.device.type == 'cpu'
 
 
 class _Record(TorchFunctionMode):

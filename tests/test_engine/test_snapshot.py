@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""Whatever a hook changes about a batch is noticed."""
+"""Whatever a hook changes about a batch, or about the preprocessor, is noticed."""
 
 from array import array
 from collections import UserDict, UserList, deque
@@ -13,9 +13,10 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor
 from mmengine.registry import HOOKS, MODELS
 from mmengine.structures import BaseDataElement, InstanceData
-from test_staging import Boxes
+from nested import Boxes
+from torch import nn
 
-from mmprefetch.watch import Watch
+from mmprefetch.engine.snapshot import BatchSnapshot, FieldSnapshot
 
 
 def batch():
@@ -76,20 +77,20 @@ CHANGES = [
 @pytest.mark.parametrize('change', CHANGES)
 def test_every_change_is_noticed(change):
     raw = batch()
-    watch = Watch(raw)
-    assert not watch.changed()
+    snapshot = BatchSnapshot(raw)
+    assert not snapshot.changed()
     change(raw)
-    assert watch.changed()
+    assert snapshot.changed()
 
 
-def test_what_leads_back_to_itself_is_watched_once():
+def test_what_leads_back_to_itself_is_seen_once():
     tree = dict(items=[1, 'x'])
     tree['parent'] = tree
     tree['items'].append(tree['items'])
-    watch = Watch(dict(tree=tree))
-    assert not watch.changed()
+    snapshot = BatchSnapshot(dict(tree=tree))
+    assert not snapshot.changed()
     tree['items'][0] = 2
-    assert watch.changed()
+    assert snapshot.changed()
 
 
 def test_items_that_are_made_anew_each_time_are_no_change():
@@ -102,27 +103,85 @@ def test_items_that_are_made_anew_each_time_are_no_change():
                 raise IndexError
             return [object()]
 
-    watch = Watch(dict(a=Fresh(), b=range(10**6, 10**6 + 3), c=array('d', [1.5, 2.5])))
-    assert not watch.changed()
+    snapshot = BatchSnapshot(dict(a=Fresh(), b=range(10**6, 10**6 + 3), c=array('d', [1.5, 2.5])))
+    assert not snapshot.changed()
 
 
 def test_a_mapping_whose_values_are_no_view():
     raw = ConfigDict(inputs=[1], other=2)
-    watch = Watch(raw)
-    assert not watch.changed()
+    snapshot = BatchSnapshot(raw)
+    assert not snapshot.changed()
     raw['inputs'] = [1]
-    assert watch.changed()
+    assert snapshot.changed()
 
 
 def test_reading_is_no_change():
     raw = batch()
-    watch = Watch(raw)
+    snapshot = BatchSnapshot(raw)
     raw['data_samples'][0].gt[0]
     (raw['inputs']['sup'][0] + 1).add_(1)
     raw['data_samples'][0].to('cpu')
     with torch.inference_mode():
-        Watch(dict(inputs=torch.zeros(1)))
-    assert not watch.changed()
+        BatchSnapshot(dict(inputs=torch.zeros(1)))
+    assert not snapshot.changed()
+
+
+class Fields(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.number, self.tensor, self.spare = 1, torch.zeros(2), None
+        self.register_buffer('mean', torch.zeros(3))
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.inner = nn.BatchNorm1d(2)
+
+
+FIELD_CHANGES = dict(
+    attribute=lambda m: setattr(m, 'number', 2),
+    added=lambda m: setattr(m, 'other', None),
+    deleted=lambda m: delattr(m, 'spare'),
+    tensor=lambda m: m.tensor.add_(1),
+    buffer_in_place=lambda m: m.mean.add_(1),
+    buffer=lambda m: setattr(m, 'mean', torch.zeros(3)),
+    buffer_to=lambda m: m.double(),
+    parameter=lambda m: setattr(m.weight, 'data', torch.ones(2)),
+    requires_grad=lambda m: m.weight.requires_grad_(False),
+    submodule=lambda m: setattr(m, 'inner', nn.BatchNorm1d(2)),
+    method=lambda m: setattr(m, 'forward', len),
+)
+
+
+@pytest.mark.parametrize('name', FIELD_CHANGES)
+@pytest.mark.parametrize('among', [0, 1])
+def test_every_change_of_a_field_is_noticed(name, among):
+    module = Fields()
+    snapshot = FieldSnapshot([nn.Identity(), module] if among else [module])
+    assert snapshot.modules[among] is module and not snapshot.changed()
+    FIELD_CHANGES[name](module)
+    assert snapshot.changed()
+
+
+def test_fields_of_a_module_inside_count_where_it_is_named():
+    module = Fields()
+    alone, both = FieldSnapshot([module]), FieldSnapshot([module, module.inner])
+    module.inner.running_mean.add_(1)
+    assert both.changed() and not alone.changed()
+
+
+def test_the_mode_is_no_field():
+    module = Fields()
+    snapshot = FieldSnapshot([module])
+    module.eval()
+    assert not snapshot.changed()
+
+
+def test_fields_that_are_going_to_be_written_may_be_left_out():
+    module = Fields()
+    snapshot = FieldSnapshot([module])
+    module.number, module.added = 2, 3
+    assert snapshot.changed() and snapshot.changed(but=['number'])
+    assert not snapshot.changed(but=['number', 'added'])
+    module.mean.add_(1)
+    assert snapshot.changed(but=['number', 'added'])
 
 
 @MODELS.register_module(force=True)

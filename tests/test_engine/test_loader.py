@@ -12,8 +12,9 @@ import torch
 from mmengine.dataset import InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mmprefetch.loading import LoaderThread
-from mmprefetch.lookahead import UNREDEEMED_LIMIT, LookAheadLoader
+from mmprefetch.engine import LookAheadLoader
+from mmprefetch.engine.loader import UNCLAIMED_LIMIT
+from mmprefetch.engine.thread import LoaderThread
 
 
 class Numbers(Dataset):
@@ -24,7 +25,8 @@ class Numbers(Dataset):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(self.delay)
+        if index:
+            time.sleep(self.delay)
         if index == self.fail_at:
             raise LookupError(f'no item {index}')
         if index == self.die_at:
@@ -43,33 +45,42 @@ class Stream(IterableDataset):
 class Recording:
     """A preprocessor that keeps account."""
 
-    compute_on_host = True
+    def __init__(self, claims=True):
+        self.claims = claims
+        self.due, self.open, self.begun, self.most, self.threads = [], [], [], 0, set()
 
-    def __init__(self, redeem=True):
-        self.redeem = redeem
-        self.open, self.begun, self.most, self.threads = [], [], 0, set()
+    def preparation(self, split):
+        return self
 
-    def stage(self, batch, split, depth, parts=None):
+    def enter_thread(self):
         self.threads.add(threading.current_thread().name)
-        return None
 
-    def prefetch(self, batch, training, split, staged):
-        self.open.append(batch)
-        self.begun.append(batch)
+    def begin(self, ticket):
+        self.open.append(ticket)
+        self.begun.append(ticket.batch)
         self.most = max(self.most, len(self.open))
 
-    def discard(self, batch):
-        if any(batch is other for other in self.open):
-            self.open = [other for other in self.open if other is not batch]
-            return True
-        return False
+    def expect(self, ticket):
+        self.due.append(ticket)
 
-    def close(self):
-        self.closed = True
+    def withdraw(self, ticket):
+        self.due.remove(ticket)
+        if ticket in self.open:
+            self.open.remove(ticket)
 
     def model(self, batch):
-        if self.redeem:
-            assert self.discard(batch)
+        if self.claims:
+            for ticket in self.due:
+                if ticket.batch is batch:
+                    ticket.claim()
+
+
+def first_of(loader, preprocessor):
+    """A pass whose thread has been started, and what it gave out."""
+    current = iter(loader)
+    batch = next(current)
+    preprocessor.model(batch)
+    return current, batch
 
 
 @pytest.mark.parametrize('way', ['inside', 'instead'])
@@ -81,7 +92,6 @@ def test_a_second_pass_has_persistent_workers_of_its_own(way):
     seen = [next(first).item()]
     if way == 'inside':
         assert next(iter(loader)).item() == 0
-        preprocessor.open.clear()
         assert seen + [batch.item() for batch in first] == list(range(12))
     else:
         first = iter(loader)
@@ -100,18 +110,18 @@ def loader_threads():
 
 
 def test_a_close_that_is_broken_off_can_be_called_again(monkeypatch):
+    preprocessor = Recording()
     loader = LookAheadLoader(
-        DataLoader(Numbers(9, delay=30), num_workers=1), Recording(), 'train', 2
+        DataLoader(Numbers(9, delay=30), num_workers=1), preprocessor, 'train', 2
     )
-    current = iter(loader)
-    current.fill()
+    current, _ = first_of(loader, preprocessor)
     assert loader_threads()
 
     def interrupted(self, within):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(LoaderThread, '_has_ended', interrupted)
+        patch.setattr(LoaderThread, 'stop', interrupted)
         loader.close()
     assert loader_threads()
     loader.close()
@@ -120,30 +130,32 @@ def test_a_close_that_is_broken_off_can_be_called_again(monkeypatch):
 
 
 def test_a_thread_that_was_never_started_is_not_waited_for(monkeypatch):
-    loader = LookAheadLoader(DataLoader(Numbers(9), num_workers=1), Recording(), 'train', 2)
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(9), num_workers=1), preprocessor, 'train', 2)
 
     def interrupted(self):
         raise KeyboardInterrupt
 
     current = iter(loader)
+    batch = next(current)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(LoaderThread, 'start', interrupted)
-        patch.setattr(LoaderThread, '_wake', lambda self: pytest.fail('nothing waits'))
+        patch.setattr(LoaderThread, 'wake', lambda self: pytest.fail('nothing waits'))
         try:
-            next(current)
+            preprocessor.model(batch)
         finally:
             loader.close()
 
 
 def test_who_waits_in_another_thread_is_told_of_the_close():
+    preprocessor, ended = Recording(), []
     loader = LookAheadLoader(
-        DataLoader(Numbers(9, delay=30), num_workers=1), Recording(), 'train', 2
+        DataLoader(Numbers(9, delay=30), num_workers=1), preprocessor, 'train', 2
     )
-    current, ended = iter(loader), []
+    current, _ = first_of(loader, preprocessor)
     waiting = threading.Thread(target=lambda: ended.append(list(current)))
     waiting.start()
-    while not loader_threads():
-        time.sleep(0.01)
+    time.sleep(0.1)
     loader.close()
     waiting.join(timeout=30)
     assert ended == [[]]
@@ -151,70 +163,61 @@ def test_who_waits_in_another_thread_is_told_of_the_close():
 
 def test_a_pass_that_is_collected_in_its_own_thread():
     preprocessor, own = Recording(), []
+    begin = preprocessor.begin
 
-    def stage(batch, split, depth, parts=None):
-        if batch.item() == 3:
+    def closing(ticket):
+        begin(ticket)
+        if ticket.batch.item() == 3:
             own[0].close()  # as the collector does, from `__del__`
-        return None
 
-    preprocessor.stage = stage
+    preprocessor.begin = closing
     dataloader = DataLoader(Numbers(20), batch_size=1, num_workers=1, persistent_workers=True)
     loader = LookAheadLoader(dataloader, preprocessor, 'train', 2)
     own.append(iter(loader))
-    preprocessor.model(next(own[0]))
     for batch in own[0]:
         preprocessor.model(batch)
     while loader_threads():
         time.sleep(0.01)
-    assert preprocessor.open == [] and len(preprocessor.begun) <= 4
+    assert preprocessor.due == [] and len(preprocessor.begun) <= 4
     assert not multiprocessing.active_children()
 
 
 def test_the_dataloaders_timeout_counts_from_the_request():
     """The thread waits for a batch while the step of an earlier one still runs."""
     dataloader = DataLoader(
-        Numbers(2, delay=4), batch_size=1, num_workers=1, timeout=2, persistent_workers=True
+        Numbers(3, delay=4), batch_size=1, num_workers=1, timeout=2, persistent_workers=True
     )
     preprocessor = Recording()
     loader = LookAheadLoader(dataloader, preprocessor, 'train', 1)
     for _ in range(2):  # the second time with workers that have served already
-        current, errors, seen = iter(loader), [], []
-        while not seen:  # whoever catches it may go on
+        current, first = first_of(loader, preprocessor)
+        errors, seen = [], [first.item()]
+        while len(seen) < 2:  # whoever catches it may go on
             try:
-                seen.append(next(current))
+                seen.append(next(current).item())
             except RuntimeError as error:
                 errors.append(str(error))
         assert errors and set(errors) == {'DataLoader timed out after 2 seconds'}
-        preprocessor.model(seen[0])
         time.sleep(3.5)  # longer than the timeout, as a step may be
-        for batch in current:
-            preprocessor.model(batch)
-            seen.append(batch)
-        assert seen == [0, 1]
+        seen += [batch.item() for batch in current]
+        assert seen == [0, 1, 2]
+        assert dataloader._iterator._timeout == 2
     loader.close()
 
 
 @pytest.mark.parametrize('workers', [0, 2])
-@pytest.mark.parametrize('limit', [None, 12])
-def test_a_hooks_own_pass_takes_nothing_from_the_loop(workers, limit):
+def test_a_hooks_own_pass_takes_nothing_from_the_loop(workers):
     preprocessor = Recording()
-    loader = LookAheadLoader(
-        DataLoader(Numbers(20), batch_size=1, num_workers=workers), preprocessor, 'train', 2
-    )
-    outer = iter(loader)
-    if limit is not None:
-        loader.plan(skip=2, limit=limit - 2)
+    dataloader = DataLoader(Numbers(20), batch_size=1, num_workers=workers)
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', 2)
     seen, inner = [], []
-    for batch in itertools.islice(outer, 12):
-        if len(seen) >= 2 or limit is None:
-            preprocessor.model(batch)
+    for batch in itertools.islice(loader, 12):
+        preprocessor.model(batch)
         seen.append(batch.item())
-        loader.fill()
         if len(seen) in (1, 5):
             time.sleep(0.05)
             passes = []
             for other in loader:
-                preprocessor.model(other)
                 passes.append(other.item())
                 if len(passes) == 6 and len(seen) == 1:
                     break
@@ -222,20 +225,19 @@ def test_a_hooks_own_pass_takes_nothing_from_the_loop(workers, limit):
     loader.close()
     assert seen == list(range(12))
     assert inner == [list(range(6)), list(range(20))]
+    assert len(preprocessor.begun) <= (11 + 2 if workers else 0)
 
 
-def test_a_pass_that_nobody_redeems_ends_look_ahead_for_itself_alone():
+def test_whoever_else_iterates_gets_the_plain_iterator():
     preprocessor = Recording()
-    loader = LookAheadLoader(DataLoader(Numbers(20), batch_size=1), preprocessor, 'train', 2)
-    outer = iter(loader)
-    for batch in itertools.islice(outer, 4):
-        preprocessor.model(batch)
-    for _ in range(2):
-        assert len(list(loader)) == 20
-    assert loader._depth == 2
-    begun = len(preprocessor.begun)
-    rest = list(outer)
-    assert len(rest) == 16 and len(preprocessor.begun) > begun
+    dataloader = DataLoader(Numbers(20), num_workers=1)
+    loader = LookAheadLoader(dataloader, preprocessor, 'train', 2)
+    first_of_loop = iter(loader)
+    assert type(iter(loader)) is type(iter(dataloader))
+    del first_of_loop
+    gc.collect()
+    assert type(iter(loader)) is not type(iter(dataloader))
+    loader.close()
 
 
 def ids(loader, preprocessor):
@@ -255,7 +257,7 @@ def plain(dataset, **kwargs):
 def test_ids_equal_those_of_a_plain_loop(workers, depth):
     for length in (0, 1, 2, 7):
         kwargs = dict(batch_size=2, num_workers=workers)
-        preprocessor = Recording(redeem=depth > 0)
+        preprocessor = Recording()
         loader = LookAheadLoader(
             DataLoader(Numbers(length), **kwargs), preprocessor, 'train', depth
         )
@@ -269,41 +271,47 @@ def test_ids_equal_those_of_a_plain_loop(workers, depth):
                 next(iterator)
         loader.close()
         assert preprocessor.most <= depth + 1
-        assert not preprocessor.open
+        assert not preprocessor.due
 
 
-@pytest.mark.parametrize('workers', [0, 2])
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(('workers', 'thread'), [(2, None), (0, True)])
 @pytest.mark.parametrize('depth', [1, 2, 5])
-def test_depth_is_honoured(workers, depth):
+def test_depth_is_honoured(workers, thread, depth):
     preprocessor = Recording()
     loader = LookAheadLoader(
-        DataLoader(Numbers(20), num_workers=workers), preprocessor, 'train', depth
+        DataLoader(Numbers(20), num_workers=workers), preprocessor, 'train', depth, thread
     )
-    iterator = iter(loader)
-    for index in range(20):
-        batch = next(iterator)
-        deadline = time.monotonic() + 20
-        while len(preprocessor.begun) < min(index + 1 + depth, 20):
-            loader.fill()
-            assert time.monotonic() < deadline
-        loader.fill()
-        assert len(preprocessor.begun) == min(index + 1 + depth, 20)
+    for index, batch in enumerate(loader):
         preprocessor.model(batch)
+        wanted = min(index + depth, 19)
+        wait_for(lambda wanted=wanted: len(preprocessor.begun) >= wanted)
+        time.sleep(0.005)
+        assert len(preprocessor.begun) == wanted
     loader.close()
-    assert preprocessor.most == depth + 1
+    assert preprocessor.most <= depth + 1
 
 
-def test_accelerators_begin_after_the_step():
+@pytest.mark.parametrize(
+    ('workers', 'thread', 'ahead'),
+    [(0, None, False), (0, False, False), (0, True, True),
+     (1, None, True), (1, False, False), (1, True, True)],
+)  # fmt: skip
+def test_where_there_is_look_ahead(workers, thread, ahead):
     preprocessor = Recording()
-    preprocessor.compute_on_host = False
-    loader = LookAheadLoader(DataLoader(Numbers(6)), preprocessor, 'train', 2)
-    iterator = iter(loader)
-    for index in range(6):
-        batch = next(iterator)
-        assert len(preprocessor.begun) == (1 if index == 0 else min(index + 2, 6))
-        preprocessor.model(batch)
-        loader.fill()
-        assert len(preprocessor.begun) == min(index + 3, 6)
+    loader = LookAheadLoader(
+        DataLoader(Numbers(6), num_workers=workers), preprocessor, 'train', 2, thread
+    )
+    assert ids(loader, preprocessor) == [[index] for index in range(6)]
+    assert preprocessor.threads == ({'mmprefetch-loader'} if ahead else set())
+    assert loader.looks_ahead == ahead
+    assert [batch.item() for batch in preprocessor.begun] == (list(range(1, 6)) if ahead else [])
 
 
 @pytest.mark.parametrize('workers', [0, 2])
@@ -323,6 +331,26 @@ def test_an_error_comes_at_its_batch(workers, at):
     assert leftovers() == []
 
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit])
+def test_interrupts_raised_by_dataset_code_come_at_their_batch(error):
+    class Interrupting(Numbers):
+        def __getitem__(self, index):
+            if index == 4:
+                raise error
+            return index
+
+    preprocessor, seen = Recording(), []
+    loader = LookAheadLoader(DataLoader(Interrupting(9)), preprocessor, 'train', 3, True)
+    with pytest.raises(error):
+        for batch in loader:
+            preprocessor.model(batch)
+            seen.append(batch.item())
+            time.sleep(0.01)
+    assert seen == [0, 1, 2, 3]
+    loader.close()
+    assert leftovers() == []
+
+
 @pytest.mark.parametrize('workers', [0, 2])
 def test_whoever_catches_an_error_may_go_on(workers):
     preprocessor = Recording()
@@ -331,7 +359,9 @@ def test_whoever_catches_an_error_may_go_on(workers):
     seen = []
     while True:
         try:
-            seen.append(next(iterator).item())
+            batch = next(iterator)
+            preprocessor.model(batch)
+            seen.append(batch.item())
         except LookupError:
             seen.append('error')
         except StopIteration:
@@ -342,14 +372,11 @@ def test_whoever_catches_an_error_may_go_on(workers):
 def test_close_ends_every_pass():
     preprocessor = Recording()
     loader = LookAheadLoader(DataLoader(Numbers(50), num_workers=1), preprocessor, 'train', 2)
-    iterators = [iter(loader), iter(loader)]
-    for iterator in iterators:
-        next(iterator)
+    iterator, _ = first_of(loader, preprocessor)
     loader.close()
     assert leftovers() == []
-    for iterator in iterators:
-        with pytest.raises(StopIteration):
-            next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
 
 
 def test_a_worker_that_is_killed_is_named():
@@ -392,7 +419,7 @@ def test_nothing_is_left_when_a_pass_is_broken_off(persistent, taken):
     assert leftovers() == []
     with pytest.raises(StopIteration):
         next(iterator)
-    assert not preprocessor.open
+    assert not preprocessor.due
     assert ids(loader, preprocessor) == [[index] for index in range(50)]
     loader.close()
     del loader, iterator
@@ -404,31 +431,22 @@ def test_a_thread_that_waits_for_a_worker_is_woken():
     loader = LookAheadLoader(
         DataLoader(Numbers(4, delay=60), num_workers=1), preprocessor, 'train', 2
     )
-    iterator = iter(loader)
-    iterator.fill()
+    iterator, _ = first_of(loader, preprocessor)
     assert any(thread.name == 'mmprefetch-loader' for thread in threading.enumerate())
     begin = time.monotonic()
     loader.close()
-    assert not any(thread.name == 'mmprefetch-loader' for thread in threading.enumerate())
+    assert not loader_threads()
+    assert next(iterator, None) is None
     assert time.monotonic() - begin < 50  # it did not sleep the item's minute out
 
 
 def test_an_abandoned_iterator_ends_its_thread():
     preprocessor = Recording()
     loader = LookAheadLoader(DataLoader(Numbers(50), num_workers=1), preprocessor, 'train', 2)
-    next(iter(loader))
+    first_of(loader, preprocessor)
     del loader
     assert leftovers() == []
-
-
-def test_loader_thread_can_be_turned_off():
-    for on in (True, False):
-        preprocessor = Recording()
-        loader = LookAheadLoader(
-            DataLoader(Numbers(6), num_workers=1), preprocessor, 'train', 2, loader_thread=on
-        )
-        assert ids(loader, preprocessor) == [[index] for index in range(6)]
-        assert preprocessor.threads == {'mmprefetch-loader' if on else 'MainThread'}
+    assert preprocessor.due == []
 
 
 @pytest.mark.parametrize('method', ['fork', 'spawn'])
@@ -449,57 +467,56 @@ def test_iterable_dataset(workers):
     assert ids(loader, preprocessor) == [[0, 1], [2, 3], [4, 5], [6]]
 
 
+def endless(dataset, **kwargs):
+    return DataLoader(dataset, sampler=InfiniteSampler(dataset, shuffle=False), **kwargs)
+
+
 @pytest.mark.parametrize('workers', [0, 2])
-def test_plan_limits_an_endless_loader(workers):
+def test_a_loop_that_is_paused_goes_on_without_a_gap(workers):
     preprocessor = Recording()
-    dataset = Numbers(5)
-    loader = LookAheadLoader(
-        DataLoader(dataset, sampler=InfiniteSampler(dataset, shuffle=False), num_workers=workers),
-        preprocessor,
-        'train',
-        3,
-    )
-    loader.plan(skip=4, limit=8)
-    iterator = iter(loader)
-    seen = list(itertools.islice(iterator, 4))
-    assert not preprocessor.begun
-    for _ in range(8):
-        seen.append(next(iterator))
-        preprocessor.model(seen[-1])
-    assert [batch.item() for batch in seen] == [index % 5 for index in range(12)]
-    assert len(preprocessor.begun) == 8
-    # A loop that changes its mind gets more.
-    seen = [next(iterator) for _ in range(6)]
-    assert [batch.item() for batch in seen] == [index % 5 for index in range(12, 18)]
+    loader = LookAheadLoader(endless(Numbers(5), num_workers=workers), preprocessor, 'train', 3)
+    current, seen = iter(loader), []
+    for _ in range(3):
+        for batch in itertools.islice(current, 6):
+            preprocessor.model(batch)
+            seen.append(batch.item())
+        loader.pause()
+        assert not loader_threads()
+    assert seen == [index % 5 for index in range(18)]
+    assert bool(preprocessor.begun) == bool(workers)
     loader.close()
     assert leftovers() == []
 
 
 @pytest.mark.parametrize('workers', [0, 2])
-def test_an_endless_loader_goes_on_after_passes_that_were_closed(workers):
-    preprocessor, dataset = Recording(), Numbers(5)
-    loader = LookAheadLoader(
-        DataLoader(dataset, sampler=InfiniteSampler(dataset, shuffle=False), num_workers=workers),
-        preprocessor,
-        'train',
-        1,
-    )
-    for _ in range(3):
-        loader.plan(limit=6)
-        seen = []
-        for batch in itertools.islice(loader, 4):
+def test_batches_that_are_passed_over_are_not_begun(workers):
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(20), num_workers=workers), preprocessor, 'train', 3)
+    seen = []
+    for index, batch in enumerate(loader):
+        if index >= 8:
             preprocessor.model(batch)
-            seen.append(batch.item())
-        loader.close()
-        assert seen == [index % 5 for index in range(seen[0], seen[0] + 4)]
+        seen.append(batch.item())
+    assert seen == list(range(20))
+    assert [batch.item() for batch in preprocessor.begun] == (list(range(9, 20)) if workers else [])
+    assert loader.looks_ahead == bool(workers)
+    loader.close()
+    assert loader.looks_ahead == bool(workers)
 
 
-def test_batches_that_are_never_asked_for_end_the_look_ahead():
-    preprocessor = Recording(redeem=False)
-    loader = LookAheadLoader(DataLoader(Numbers(30)), preprocessor, 'test', 2)
-    assert ids(loader, preprocessor) == [[index] for index in range(30)]
-    assert len(preprocessor.begun) <= UNREDEEMED_LIMIT + 2
-    assert not preprocessor.open
+@pytest.mark.parametrize('claimed', [0, 6])
+def test_batches_that_are_never_asked_for_end_the_look_ahead(claimed):
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(30), num_workers=1), preprocessor, 'test', 2)
+    seen = []
+    for index, batch in enumerate(loader):
+        if index < claimed:
+            preprocessor.model(batch)
+        seen.append(batch.item())
+    assert seen == list(range(30))
+    assert len(preprocessor.begun) <= (claimed + UNCLAIMED_LIMIT + 2 if claimed else 0)
+    loader.close()
+    assert not loader.looks_ahead
     begun = len(preprocessor.begun)
     assert ids(loader, preprocessor) == [[index] for index in range(30)]
     assert len(preprocessor.begun) == begun

@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""What a call inherits from where it is made: gradient mode, inference mode, autocast."""
+"""The thread-local modes of torch that a call inherits: gradient, inference, autocast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class Ambient:
-    """The thread's modes that change what torch operations return.
+class ThreadModes:
+    """The modes of a thread that change what torch operations return.
 
     A preprocessor of the user's runs inside the model's step, so it inherits these modes. When
     its forward runs ahead, it has to run under the very same ones, and its result may be used
@@ -25,14 +25,14 @@ class Ambient:
     autocast_cache: bool
 
     @classmethod
-    def current(cls, device: torch.device) -> Ambient:
+    def current(cls, device: torch.device) -> ThreadModes:
         """Read the modes of the calling thread.
 
         Args:
             device (torch.device): The device whose autocast state counts beside the CPU's.
 
         Returns:
-            Ambient: The modes.
+            ThreadModes: The modes.
         """
         return cls(
             grad=torch.is_grad_enabled(),

@@ -1,0 +1,156 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Snapshots of a batch and of a preprocessor's fields: has anything changed since?
+
+Work is begun ahead of the step. A hook that changes the batch or the preprocessor in between has
+to count, as under mmengine's own loops, so whoever collects the work asks the snapshots first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence, ValuesView
+from itertools import chain
+from operator import is_, ne
+from typing import Any
+
+import torch
+from torch import nn
+
+# Items that neither lead to tensors nor change in place.
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the writes to a tensor, and it has one block of memory."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_inference()
+
+
+def _state(tensor: torch.Tensor) -> tuple:
+    """What changes when a tensor is written in place, or is given other data or dimensions."""
+    return (
+        tensor._version,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.requires_grad,
+    )
+
+
+class _TensorStates:
+    """The states of some tensors.
+
+    Args:
+        tensors (Iterable[torch.Tensor]): Others than those whose writes torch counts are left out.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(filter(_is_counted, tensors))
+        self._states = list(map(_state, self._tensors))
+
+    def changed(self) -> bool:
+        """bool: Whether a tensor is no longer what it was."""
+        return any(map(ne, map(_state, self._tensors), self._states))
+
+
+class BatchSnapshot:
+    """Remembers what a batch consists of.
+
+    What cannot be noticed are changes inside other mutable objects, such as numpy arrays, and
+    writes to a tensor that torch does not count (through ``tensor.data`` or an array that shares
+    its memory, or a sparse tensor).
+
+    Args:
+        batch (Any): The batch.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._views: list[Collection] = []  # live: they show what their container holds now
+        tensors: list[torch.Tensor] = []
+        self._walk(batch, tensors, {})
+        self._lengths = list(map(len, self._views))
+        # Held, so that no other object can get the identity of one of them.
+        self._items = list(chain.from_iterable(self._views))
+        self._states = _TensorStates(tensors)
+
+    def changed(self) -> bool:
+        """bool: Whether the batch is no longer what it was."""
+        return not (
+            list(map(len, self._views)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._items))
+            and not self._states.changed()
+        )
+
+    def _walk(self, thing: Any, tensors: list[torch.Tensor], seen: dict[int, Any]) -> None:
+        if isinstance(thing, torch.Tensor):
+            tensors.append(thing)
+        elif isinstance(thing, (str, bytes, int, float)) or id(thing) in seen:
+            return
+        elif isinstance(thing, Mapping):
+            seen[id(thing)] = thing
+            # A subclass may make something else of `values`.
+            plain = isinstance(thing, dict)
+            values = dict.values(thing) if plain else ValuesView(thing)
+            self._views += (dict.keys(thing) if plain else thing.keys(), values)
+            self._walk_all(values, tensors, seen)
+        elif isinstance(thing, Sequence):
+            seen[id(thing)] = thing
+            # Some sequences make their items anew each time that they are asked for them.
+            if not isinstance(thing, tuple) and all(map(is_, thing, thing)):
+                self._views.append(thing)
+            self._walk_all(thing, tensors, seen)
+        elif isinstance(thing, set):  # such as the names of a data element's fields
+            self._views.append(thing)
+        elif hasattr(thing, 'to'):
+            seen[id(thing)] = thing
+            fields = getattr(thing, '__dict__', {}).values()
+            self._views.append(fields)
+            self._walk_all(fields, tensors, seen)
+
+    def _walk_all(
+        self, things: Collection, tensors: list[torch.Tensor], seen: dict[int, Any]
+    ) -> None:
+        if not _PLAIN.issuperset(map(type, things)):
+            for thing in things:
+                self._walk(thing, tensors, seen)
+
+
+class FieldSnapshot:
+    """Remembers the attributes, buffers, parameters and submodules of some modules.
+
+    Args:
+        modules (Iterable[nn.Module]): The modules whose fields count.
+
+    Attributes:
+        modules (list[nn.Module]): The same.
+    """
+
+    # It follows the model's mode, and is no field.
+    _IGNORED = frozenset({'training'})
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list(modules)
+        self._fields = self._read()
+        held = self._fields.values()
+        self._states = _TensorStates(each for each in held if isinstance(each, torch.Tensor))
+
+    def changed(self, but: Collection[str] = ()) -> bool:
+        """Whether a field is no longer what it was.
+
+        Args:
+            but (Collection[str]): Names of attributes that do not count.
+
+        Returns:
+            bool: True if an attribute is another object, or a tensor was written in place.
+        """
+        now, then = self._read(), self._fields
+        return self._states.changed() or any(
+            now.get(key) is not then.get(key) for key in now.keys() | then if key[1] not in but
+        )
+
+    def _read(self) -> dict[tuple[int, str], Any]:
+        return {
+            (number, name): value
+            for number, module in enumerate(self.modules)
+            for table in (vars(module), module._buffers, module._parameters, module._modules)
+            for name, value in table.items()
+            if name not in self._IGNORED
+        }

@@ -1,0 +1,85 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Classes that mmprefetch knows nothing of, and those that the user says are safe to run ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .family import Family
+from .fused import twin
+
+_MISSING = object()
+
+
+class TransferFamily(Family):
+    """A class of which nothing is known: only the transfer of its batch runs ahead."""
+
+    trains_alike = True
+
+    def receive(self, preprocessor: nn.Module, batch: Any) -> Any:
+        return batch
+
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        return []
+
+    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
+        return data
+
+    def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
+        return preprocessor(begun, training)
+
+
+class SafeResult(NamedTuple):
+    """What a safe forward has made.
+
+    Args:
+        value (Any): What it returned.
+        written (dict): The attributes that it set on the preprocessor.
+    """
+
+    value: Any
+    written: dict[str, Any]
+
+
+class SafeFamily(TransferFamily):
+    """A class whose forward the user has declared to depend on its batch and fields alone.
+
+    The whole of it runs ahead, under the modes of torch that the model is expected to call it
+    under. Attributes that it sets, for the model to read, are set when the batch is due.
+    """
+
+    trains_alike = False
+    needs_modes = True
+    works_in_place = True
+
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        return list(preprocessor.modules())
+
+    def written(self, begun: SafeResult | None) -> Collection[str]:
+        return begun.written if begun is not None else ()
+
+    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> SafeResult:
+        shadow = twin(preprocessor, {})
+        value = shadow(data, training)
+        before = vars(preprocessor)
+        return SafeResult(
+            value,
+            {
+                name: each
+                for name, each in vars(shadow).items()
+                if before.get(name, _MISSING) is not each
+            },
+        )
+
+    def finish(self, preprocessor: nn.Module, begun: SafeResult, batch: Any, training: bool) -> Any:
+        vars(preprocessor).update(begun.written)
+        return begun.value
+
+    def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:
+        return preprocessor(batch, training)  # it may work in place
+
+
+TRANSFER, SAFE = TransferFamily(), SafeFamily()
