@@ -9,7 +9,8 @@ except ImportError as error:
         '`pip install "mmengine>=0.10.7,<1.0.0"`, or `mim install mmengine`.'
     ) from error
 
-from .checkpoint import allow_checkpoint_types
+from .checkpoints.restore import load_preprocessor
+from .checkpoints.safe_loading import allow_checkpoint_types
 from .config import enable_prefetch
 from .data_preprocessor import PrefetchDataPreprocessor
 from .hooks import PrefetchHook
@@ -21,7 +22,6 @@ from .loops import (
     PrefetchValLoop,
 )
 from .own_loops import look_ahead
-from .restore import load_preprocessor
 from .version import __version__
 
 allow_checkpoint_types()

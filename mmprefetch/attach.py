@@ -13,21 +13,12 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from .binding import (
-    NOT_FIELDS,
-    Binding,
-    DatasetPart,
-    FieldSource,
-    effective,
-    merge_parts,
-    reverses_channels,
-    same,
-    split_dataloader,
-)
-from .config import dropped_top_level_fields, is_prefetching, preprocessor_sources
 from .data_preprocessor import PrefetchDataPreprocessor, build, find_wrapped
 from .engine.mixed import PartConstants
 from .families import family_of
+from .fields.datasets import DatasetPart, FieldSource, split_dataloader
+from .fields.resolve import NOT_FIELDS, Binding, effective, merge_parts, reverses_channels, same
+from .fields.sources import dropped_top_level_fields, is_prefetching, preprocessor_sources
 
 SPLITS = ('train', 'val', 'test')
 

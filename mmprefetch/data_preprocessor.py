@@ -11,11 +11,12 @@ from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
-from .binding import FieldSource, resolve
-from .classes import find_class, nearest, preprocessor_names
 from .engine import Call, Preparation, Runtime, ThreadModes, Ticket
 from .engine.mixed import PartConstants, SampleConstants
 from .families import Family, announce, family_of, family_of_module, with_samples
+from .fields.classes import find_class, nearest, preprocessor_names
+from .fields.datasets import FieldSource
+from .fields.resolve import resolve
 from .wrapping import WrappingPreprocessor
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from .binding import Binding, table
+from .checkpoints.restore import PARTS_KEY, RECORD_KEY, type_name
 from .data_preprocessor import PrefetchDataPreprocessor
-from .restore import PARTS_KEY, RECORD_KEY, type_name
+from .fields.resolve import Binding, table
 
 
 @HOOKS.register_module()

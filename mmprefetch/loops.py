@@ -13,9 +13,9 @@ from mmengine.runner.base_loop import BaseLoop
 from torch.utils.data import DataLoader
 
 from .attach import attach
-from .classes import nearest
 from .config import check_depth
 from .engine import LookAheadLoader
+from .fields.classes import nearest
 from .hooks import put_first
 
 

@@ -15,9 +15,9 @@ from mmengine.registry import DATASETS, HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
-from mmprefetch.dataset_stats import measure_split
-from mmprefetch.explain import explain
+from mmprefetch.fields.explain import explain
 from mmprefetch.hooks import find_preprocessor
+from mmprefetch.statistics.measure import measure_split
 
 # What detection models bring, and what the images need.
 MODEL = dict(

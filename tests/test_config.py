@@ -11,8 +11,8 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from mmengine.runner import TestLoop as StockTestLoop
 
 from mmprefetch import PrefetchLoop, PrefetchValLoop, enable_prefetch
-from mmprefetch.binding import FieldSource
-from mmprefetch.config import (
+from mmprefetch.fields.datasets import FieldSource
+from mmprefetch.fields.sources import (
     dropped_top_level_fields,
     is_prefetch_loop,
     is_prefetching,

@@ -251,3 +251,69 @@ def test_a_dataset_that_reuses_its_buffer(tmp_path, kind, preprocessor):
         toys.assert_same_run(stock, run)
         seen = [[then for _, then, _ in record.raw] for _, record in (stock, run)]
         assert toys.same(*seen)
+
+
+@DATASETS.register_module(force=True)
+class Drawing(toys.ToyImages):
+    """Mixes each image with another, drawing from the generators that dropout draws from."""
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        other = super().__getitem__(int(torch.randint(self.length, ())))['inputs']
+        share = random.random() * np.random.rand() * torch.rand(()).item()
+        _, height, width = map(min, item['inputs'].shape, other.shape)
+        mixed = item['inputs'].float()
+        mixed[:, :height, :width] += share * other[:, :height, :width]
+        return dict(item, inputs=mixed.clamp(0, 255).byte())
+
+
+@pytest.mark.parametrize('train', [None, ITERS], ids=['epochs', 'iterations'])
+def test_without_workers_a_dataset_may_draw_from_the_models_generator(tmp_path, train):
+    check(tmp_path, (1, 2), dataset=dict(), train=train, change=draw)
+
+
+def draw(cfg):
+    for split in ('train', 'val'):
+        cfg[f'{split}_dataloader']['dataset'] = dict(type='Drawing')
+
+
+@DATASETS.register_module(force=True)
+class Views(toys.ToyImages):
+    """Hands out views: slices, expanded and reversed ones, two of one memory."""
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        big = torch.zeros(3, 20, 20).random_(256, generator=torch.Generator().manual_seed(index))
+        return dict(item, inputs=big[:, 3:9, 5:12], again=big[:, 4:10])
+
+
+@HOOKS.register_module(force=True)
+class SeesStrides(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        for image, again in zip(data_batch['inputs'], data_batch['again'], strict=True):
+            same = image.untyped_storage().data_ptr() == again.untyped_storage().data_ptr()
+            self.seen.append((image.stride(), again.stride(), same))
+
+
+def test_without_workers_views_stay_views(tmp_path):
+    def viewing(cfg):
+        for split in ('train', 'val'):
+            cfg[f'{split}_dataloader']['dataset'] = dict(type='Views')
+        cfg['model']['type'] = 'DropsExtra'
+
+    cfg = toys.config(tmp_path / 'a', hooks=[dict(type='SeesStrides')])
+    viewing(cfg)
+    seen = []
+    for made in (Config(cfg), toys.prefetching(cfg)):
+        runner, _ = toys.run(made)
+        seen.append(next(hook for hook in runner.hooks if isinstance(hook, SeesStrides)).seen)
+    assert seen[0] == seen[1] and all(same for *_, same in seen[0])
+
+
+@MODELS.register_module(force=True)
+class DropsExtra(toys.ToyModel):
+    def forward(self, inputs, data_samples=None, again=None, mode='tensor'):
+        return super().forward(inputs, data_samples, mode)

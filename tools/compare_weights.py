@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mmprefetch.checkpoint import allow_checkpoint_types
+from mmprefetch.checkpoints.safe_loading import allow_checkpoint_types
 
 SECTIONS = ('state_dict', 'optimizer')
 

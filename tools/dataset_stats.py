@@ -7,7 +7,7 @@ import sys
 
 from mmengine.config import Config, DictAction
 
-from mmprefetch.dataset_stats import DatasetStatistics, measure_split, paste_place, write
+from mmprefetch.statistics.measure import DatasetStatistics, measure_split, paste_place, write
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,12 +6,12 @@ Loading, preprocessing and the step take known times; the spans drawn are measur
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from benchmark_overlap import Span, iteration_ms, train
+from benchmark_overlap import Span, iteration_ms, run
 
 WIDTH, LEFT, RIGHT = 1000, 150, 20
 ROW, GAP = 30, 6
@@ -32,27 +32,39 @@ class Block(NamedTuple):
     Attributes:
         kind: 'load', 'preprocess', 'step' or 'wait'.
         batch: Its batch.
-        span: Seconds from the start of the run.
+        span: Start and stop, in seconds from the start of the run.
     """
 
     kind: str
     batch: int
-    span: Span
+    span: tuple[float, float]
 
 
-def blocks(spans: dict[str, list[Span]], kind: str) -> list[Block]:
-    """What was done of one kind, counted from the first load."""
-    zero = spans['load'][0][0]
+def blocks(
+    spans: dict[str, list[Span]], kind: str, on_main: Collection[bool] = (True, False)
+) -> list[Block]:
+    """What was done of one kind, counted from the first load.
+
+    Args:
+        spans (dict): Spans of a run, see ``benchmark_overlap.run``.
+        kind (str): 'load', 'preprocess' or 'step'.
+        on_main (Collection): On the main thread (True), beside it (False), or both.
+
+    Returns:
+        list[Block]: In the order of the batches.
+    """
+    zero = spans['load'][0].start
     return [
-        Block(kind, batch, (start - zero, stop - zero))
-        for batch, (start, stop) in enumerate(spans[kind])
+        Block(kind, batch, (span.start - zero, span.stop - zero))
+        for batch, span in enumerate(spans[kind])
+        if span.on_main in on_main
     ]
 
 
-def waits(steps: Sequence[Block]) -> Iterator[Block]:
-    """Where the main thread had no step to run, from 2 ms on."""
+def waits(busy: Sequence[Block]) -> Iterator[Block]:
+    """Where the main thread had nothing to do, from 2 ms on."""
     free = 0.0
-    for _, batch, (start, stop) in steps:
+    for _, batch, (start, stop) in busy:
         if start - free >= 2e-3:
             yield Block('wait', batch, (free, start))
         free = stop
@@ -146,7 +158,7 @@ def draw(
     """Draw both runs on one time axis.
 
     Args:
-        stock (dict): Spans of the run under mmengine's loop, see ``benchmark_overlap.train``.
+        stock (dict): Spans of the run under mmengine's loop, see ``benchmark_overlap.run``.
         ahead (dict): Spans of the run that looked ahead.
         depth (int): Its ``prefetch_depth``.
         caption (Sequence): Lines below the diagram.
@@ -154,18 +166,18 @@ def draw(
     Returns:
         str: SVG markup.
     """
-    ends = [max(stop for kind in run.values() for _, stop in kind) for run in (stock, ahead)]
-    seconds = max(end - run['load'][0][0] for end, run in zip(ends, (stock, ahead), strict=True))
+    seconds = max(run['step'][-1].stop - run['load'][0].start for run in (stock, ahead))
     drawing = Drawing(seconds)
     drawing.heading(f"mmengine's loop: {iteration_ms(stock['step']):.0f} ms an iteration")
     drawing.row('main thread', [block for kind in stock for block in blocks(stock, kind)])
     drawing.heading(
         f'PrefetchLoop, prefetch_depth={depth}: {iteration_ms(ahead["step"]):.0f} ms an iteration'
     )
-    drawing.row('loader thread', blocks(ahead, 'load'))
-    drawing.row('side stream', blocks(ahead, 'preprocess'))
-    steps = blocks(ahead, 'step')
-    drawing.row('main thread', [*waits(steps), *steps])
+    drawing.row('worker process', blocks(ahead, 'load'))
+    drawing.row('loader thread', blocks(ahead, 'preprocess', on_main=[False]))
+    busy = [*blocks(ahead, 'preprocess', on_main=[True]), *blocks(ahead, 'step')]
+    busy.sort(key=lambda block: block.span)
+    drawing.row('main thread', [*waits(busy), *busy])
     drawing.axis()
     drawing.legend()
     drawing.caption(caption)
@@ -192,14 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.batches < 2:
         parser.error(f'--batches must be at least 2, got {args.batches}')
     times = dict(load=args.load, preprocess=args.preprocess, step=args.step)
-    stock = train(times, args.batches, None, 0)
-    ahead = train(times, args.batches, args.depth, 1)
+    stock = run(times, args.batches, None, 0)
+    ahead = run(times, args.batches, args.depth, 1)
     words = sys.argv[1:] if arguments is None else arguments
     caption = [
-        'Two runs recorded on CPU, where a thread takes the place of the side stream: '
+        'Two runs recorded on CPU: '
         + ', '.join(f'{name} {value:g} ms' for name, value in times.items())
-        + '.',
-        'In the second, a worker process loads for the loader thread.',
+        + '. Look-ahead begins when the model asks for the first batch.',
         ' '.join(['Drawn by: python tools/draw_timeline.py', *words]),
     ]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import sys
 
 from mmengine.config import Config, DictAction
 
-from mmprefetch.explain import explain, render
+from mmprefetch.fields.explain import explain, render
 
 
 def parse_args() -> argparse.Namespace:

@@ -10,9 +10,9 @@ from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, DefaultScope
 from mmengine.runner import load_checkpoint
 
-from mmprefetch.binding import split_dataloader
-from mmprefetch.deploy import to_onnx
-from mmprefetch.restore import load_preprocessor
+from mmprefetch.checkpoints.export import to_onnx
+from mmprefetch.checkpoints.restore import load_preprocessor
+from mmprefetch.fields.datasets import split_dataloader
 
 
 def parse_args() -> argparse.Namespace:

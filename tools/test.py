@@ -7,7 +7,7 @@ from launch import add_common_args, init_cpu_group, load_config
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from mmprefetch.restore import SOURCES, choose_preprocessing
+from mmprefetch.checkpoints.restore import SOURCES, choose_preprocessing
 
 
 def parse_args() -> argparse.Namespace:

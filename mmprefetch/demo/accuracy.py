@@ -1,4 +1,6 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The metric of the first run: how many images are told right."""
+
 from collections.abc import Sequence
 
 from mmengine.evaluator import BaseMetric

@@ -1,4 +1,6 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The model of the first run: a small convolutional classifier."""
+
 import torch
 from mmcv.cnn import ConvModule
 from mmengine.model import BaseModel

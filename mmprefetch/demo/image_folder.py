@@ -1,4 +1,6 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The dataset of the first run: images in one folder for each class."""
+
 from pathlib import Path
 
 from mmengine.dataset import BaseDataset

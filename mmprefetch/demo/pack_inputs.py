@@ -1,4 +1,6 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""The last step of the pipeline of the first run."""
+
 import numpy as np
 import torch
 from mmcv.transforms import BaseTransform

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from ..parts import inner_datasets, read_parts
+from ..fields.datasets import inner_datasets, read_parts
 
 
 @dataclass

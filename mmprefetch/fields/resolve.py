@@ -10,26 +10,7 @@ from typing import Any
 import torch
 
 from .classes import accepts_any, field_default, nearest, valid_fields
-from .parts import DatasetPart, FieldSource, read_parts, split_dataloader, take_parts
-
-__all__ = [
-    'Binding',
-    'DatasetPart',
-    'FieldSource',
-    'accepts_any',
-    'effective',
-    'merge_parts',
-    'nearest',
-    'plain',
-    'read_parts',
-    'resolve',
-    'reverses_channels',
-    'same',
-    'split_dataloader',
-    'table',
-    'take_parts',
-    'valid_fields',
-]
+from .datasets import DatasetPart, FieldSource
 
 # Said of a preprocessor, these are no arguments of the class that it wraps.
 NOT_FIELDS = frozenset({'type', 'wraps', 'prefetch_safe', '_scope_'})

@@ -16,10 +16,16 @@ from mmengine.dataset import BaseDataset
 from mmengine.registry import DATASETS
 
 import mmprefetch.demo  # noqa: F401
-from mmprefetch.dataset_stats import DatasetStatistics, measure, measure_split, paste_place, write
-from mmprefetch.statistics import Moments
+from mmprefetch.statistics.measure import (
+    DatasetStatistics,
+    measure,
+    measure_split,
+    paste_place,
+    write,
+)
+from mmprefetch.statistics.moments import Moments
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = [(5, 7), (4, 4), (9, 3), (1, 1), (6, 8), (2, 5)]
 STATS = dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
 

@@ -16,9 +16,7 @@ from mmengine.registry import MODELS, Registry
 from mmengine.runner import Runner
 
 from mmprefetch import PrefetchDataPreprocessor
-from mmprefetch.binding import Binding
-from mmprefetch.hooks import find_preprocessor
-from mmprefetch.restore import (
+from mmprefetch.checkpoints.restore import (
     choose_preprocessing,
     describe,
     differences,
@@ -26,6 +24,8 @@ from mmprefetch.restore import (
     read_record,
     type_name,
 )
+from mmprefetch.fields.resolve import Binding
+from mmprefetch.hooks import find_preprocessor
 
 OWN = dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], bgr_to_rgb=True)
 OTHER = dict(mean=[9.0, 8.0, 7.0], std=[2.0, 2.5, 3.0])

@@ -20,11 +20,12 @@ from mmengine.registry import DATASETS, DefaultScope
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader, Dataset
 
-from .binding import CHANNEL_ORDER, same, split_dataloader
-from .explain import explain
-from .ops import reversal
-from .provenance import ConfigFile
-from .statistics import Moments
+from ..fields.datasets import split_dataloader
+from ..fields.explain import explain
+from ..fields.locate import ConfigFile
+from ..fields.resolve import CHANNEL_ORDER, same
+from ..ops import reversal
+from .moments import Moments
 
 DIGITS = 6
 # Annotations are not needed, and may be larger than the images.
@@ -45,7 +46,7 @@ class DatasetStatistics:
         failures (list[tuple[str, str]]): The file and the reason, for each image that could not
             be read.
         fields (dict[str, dict]): The preprocessor fields that the config binds to the dataset, as
-            :func:`~mmprefetch.explain.explain` gives them.
+            :func:`~mmprefetch.fields.explain.explain` gives them.
     """
 
     key: str

@@ -14,11 +14,11 @@ from mmengine.registry import DATASETS
 from torch import nn
 
 from mmprefetch import PrefetchDataPreprocessor
+from mmprefetch.checkpoints.export import Preprocessing, to_onnx
+from mmprefetch.checkpoints.restore import load_preprocessor
 from mmprefetch.demo import SimpleClassifier
-from mmprefetch.deploy import Preprocessing, to_onnx
-from mmprefetch.restore import load_preprocessor
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / 'configs' / 'demo' / 'digits_prefetch.py'
 DIGITS = dict(mean=[77.91] * 3, std=[95.87] * 3, bgr_to_rgb=True)
 COLOURS = dict(mean=[120.0, 110.0, 100.0], std=[60.0, 55.0, 50.0], bgr_to_rgb=True)
@@ -219,7 +219,7 @@ def test_examples_that_are_no_batch(tmp_path, example):
 
 
 def test_what_is_not_installed_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr('mmprefetch.deploy.find_spec', lambda name: None)
+    monkeypatch.setattr('mmprefetch.checkpoints.export.find_spec', lambda name: None)
     with pytest.raises(ImportError, match=r'needs onnx and onnxscript.*mmprefetch\[deploy\]'):
         to_onnx(classifier(), made(**COLOURS), noise(), tmp_path / 'm.onnx')
 

@@ -9,23 +9,11 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 
-from .binding import (
-    CHANNEL_ORDER,
-    Binding,
-    DatasetPart,
-    effective,
-    merge_parts,
-    plain,
-    reverses_channels,
-    split_dataloader,
-)
 from .classes import find_class, nearest, preprocessor_names
-from .config import (
-    dropped_top_level_fields,
-    is_prefetch_loop,
-    preprocessor_sources,
-)
-from .provenance import ConfigFile
+from .datasets import DatasetPart, split_dataloader
+from .locate import ConfigFile
+from .resolve import CHANNEL_ORDER, Binding, effective, merge_parts, plain, reverses_channels
+from .sources import dropped_top_level_fields, is_prefetch_loop, preprocessor_sources
 
 SPLITS = ('train', 'val', 'test')
 # Mean and std of the channels R, G, B of ImageNet's images, in which most pretrained weights trust.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .data_preprocessor import PrefetchDataPreprocessor
-from .ops import reversal
+from ..data_preprocessor import PrefetchDataPreprocessor
+from ..ops import reversal
 
 INPUT, OUTPUT = 'images', 'output'
 # A file of ONNX can't be larger than 2 GiB; weights that come near to it go into one beside it.

@@ -15,21 +15,20 @@ from mmengine.registry import MODELS, Registry
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
-from .attach import attach
-from .binding import (
+from ..attach import attach
+from ..data_preprocessor import PrefetchDataPreprocessor, build
+from ..fields.classes import find_class, valid_fields
+from ..fields.datasets import FieldSource
+from ..fields.resolve import (
     CHANNEL_ORDER,
     NOT_FIELDS,
     Binding,
-    FieldSource,
     effective,
     plain,
     resolve,
     reverses_channels,
     same,
-    valid_fields,
 )
-from .classes import find_class
-from .data_preprocessor import PrefetchDataPreprocessor, build
 
 PARTS_KEY = 'parts'
 RECORD_KEY = 'data_preprocessor'

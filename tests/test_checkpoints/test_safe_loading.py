@@ -14,7 +14,11 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
-from mmprefetch.checkpoint import _VALUE_DTYPES, allow_checkpoint_types, checkpoint_types
+from mmprefetch.checkpoints.safe_loading import (
+    _VALUE_DTYPES,
+    allow_checkpoint_types,
+    checkpoint_types,
+)
 
 
 class TinyModel(BaseModel):

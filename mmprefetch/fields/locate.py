@@ -10,7 +10,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from .binding import same
+from .resolve import same
 
 _MISSING = object()
 

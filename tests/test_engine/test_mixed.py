@@ -17,10 +17,10 @@ from mmengine.registry import DATASETS, MODELS
 from torch.utils.data import DataLoader, Subset
 
 from mmprefetch import load_preprocessor
+from mmprefetch.checkpoints.restore import choose_preprocessing
 from mmprefetch.engine import LookAheadLoader
 from mmprefetch.engine.mixed import part_finder
 from mmprefetch.hooks import find_preprocessor
-from mmprefetch.restore import choose_preprocessing
 
 VALUES = [
     dict(mean=[123.0, 116.5, 103.25], std=[58.5, 57.0, 57.25], bgr_to_rgb=False),  # RGB photos

@@ -12,10 +12,10 @@ from mmengine.dataset import BaseDataset
 from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
 
-from mmprefetch.explain import explain, render
-from mmprefetch.provenance import ConfigFile
+from mmprefetch.fields.explain import explain, render
+from mmprefetch.fields.locate import ConfigFile
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 TOOL = REPOSITORY / 'tools' / 'explain.py'
 RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
 BGR = {name: values[::-1] for name, values in RGB.items()}

@@ -12,19 +12,9 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from mmprefetch.binding import (
-    FieldSource,
-    accepts_any,
-    merge_parts,
-    nearest,
-    read_parts,
-    resolve,
-    reverses_channels,
-    split_dataloader,
-    table,
-    take_parts,
-    valid_fields,
-)
+from mmprefetch.fields.classes import accepts_any, nearest, valid_fields
+from mmprefetch.fields.datasets import FieldSource, read_parts, split_dataloader, take_parts
+from mmprefetch.fields.resolve import merge_parts, resolve, reverses_channels, table
 
 KEY = 'train_dataloader.dataset'
 RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])

@@ -1,0 +1,146 @@
+# Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
+"""Which levels of a config say something of the preprocessor, and which of them count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmengine.config import Config
+
+from .datasets import FieldSource
+from .resolve import NOT_FIELDS, same
+
+PREPROCESSOR = 'PrefetchDataPreprocessor'
+DEFAULT_WRAPS = 'ImgDataPreprocessor'
+PREFETCH_LOOPS = frozenset(
+    {
+        'PrefetchLoop',
+        'PrefetchEpochBasedTrainLoop',
+        'PrefetchIterBasedTrainLoop',
+        'PrefetchValLoop',
+        'PrefetchTestLoop',
+    }
+)
+
+
+def dropped_top_level_fields(cfg: Config | dict) -> dict:
+    """Find the fields of the top-level ``data_preprocessor`` that have no effect.
+
+    mmengine's Runner ignores the top level as a whole where the model has a
+    ``data_preprocessor`` of its own. The top level counts, field by field, where that is a
+    ``PrefetchDataPreprocessor``.
+
+    Args:
+        cfg (Config or dict): The config.
+
+    Returns:
+        dict: Each field that the top level sets otherwise than the model, and its value.
+    """
+    top = cfg.get('data_preprocessor')
+    if not isinstance(top, dict):
+        return {}
+    model = cfg.get('model')
+    own = None
+    if isinstance(model, dict):
+        if 'data_preprocessor' not in model:
+            return {}
+        own = model['data_preprocessor']
+        if is_prefetching(own):
+            return {}
+    own = own if isinstance(own, dict) else {}
+    return {
+        name: value
+        for name, value in top.items()
+        if name not in NOT_FIELDS and not (name in own and same(own[name], value))
+    }
+
+
+def preprocessor_sources(cfg: Config | dict) -> tuple[Any, str | None, list[FieldSource]]:
+    """Read which preprocessor a config uses, and the fields that hold for every split.
+
+    Args:
+        cfg (Config or dict): The config.
+
+    Returns:
+        tuple: The ``type`` of the preprocessor, which is the wrapped one in the case of
+        ``PrefetchDataPreprocessor``, and None where the config leaves it to the model; its
+        ``_scope_``; and the places, lowest precedence first.
+
+    Raises:
+        TypeError: If a ``data_preprocessor`` is not a dict.
+        ValueError: If the top-level ``data_preprocessor`` names two classes.
+    """
+    model = cfg.get('model')
+    top = cfg.get('data_preprocessor')
+    levels = [('data_preprocessor', top)]
+    if isinstance(model, dict) and 'data_preprocessor' in model:
+        own = model['data_preprocessor']
+        levels = [('model.data_preprocessor', own)]
+        if is_prefetching(own):
+            levels.append(('data_preprocessor', top))
+    type_, scope, sources = None, None, []
+    for key, level in levels:
+        if level is None:
+            continue
+        if not isinstance(level, dict):
+            raise TypeError(
+                f'{key}: expected a dict, found {type(level).__name__}; write '
+                f"{key.rpartition('.')[2]}=dict(type='{PREPROCESSOR}', ...)"
+            )
+        sources.append(FieldSource(key, dict(level.items())))
+        named = _named_class(key, level)
+        if named is not None:
+            type_, scope = named, level.get('_scope_')
+    if type_ is None and any(is_prefetching(level) for _, level in levels):
+        type_ = DEFAULT_WRAPS
+    return type_, scope, sources
+
+
+def is_prefetching(preprocessor: Any) -> bool:
+    """Whether a preprocessor's config names ``PrefetchDataPreprocessor``.
+
+    Args:
+        preprocessor (Any): What stands at a ``data_preprocessor`` key.
+
+    Returns:
+        bool: True if its ``type`` is that name, with or without scope, or that class.
+    """
+    return isinstance(preprocessor, dict) and type_name_of(preprocessor.get('type')) == PREPROCESSOR
+
+
+def is_prefetch_loop(loop: Any) -> bool:
+    """Whether a loop's config names one of this package's loops.
+
+    Args:
+        loop (Any): What stands at ``train_cfg``, ``val_cfg`` or ``test_cfg``.
+
+    Returns:
+        bool: True if its ``type`` is such a name, with or without scope, or such a class.
+    """
+    return isinstance(loop, dict) and type_name_of(loop.get('type')) in PREFETCH_LOOPS
+
+
+def _named_class(key: str, level: dict) -> Any:
+    type_, wraps = level.get('type'), level.get('wraps')
+    if type_ is None or is_prefetching(level):
+        return wraps
+    if wraps is not None and type_name_of(type_) != type_name_of(wraps):
+        raise ValueError(
+            f'{key}: type={type_name_of(type_)!r} and wraps={type_name_of(wraps)!r} name two '
+            'preprocessors; write only one of them'
+        )
+    return type_
+
+
+def type_name_of(type_: Any) -> str:
+    """The name at the end of a config's ``type``.
+
+    Args:
+        type_ (Any): A registered name, with or without scope, or a class.
+
+    Returns:
+        str: The name without scope.
+    """
+    if isinstance(type_, str):
+        return type_.rpartition('.')[2]
+    return getattr(type_, '__name__', str(type_))
