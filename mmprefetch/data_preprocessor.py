@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from .fields.classes import find_class, nearest, preprocessor_names
 from .fields.datasets import FieldSource
 from .fields.resolve import resolve
 from .wrapping import WrappingPreprocessor
+
+# What the classes call the constants and the channel order.
+_VARY_BY_SAMPLE = frozenset({'mean', 'std', '_channel_conversion', 'channel_conversion', 'to_rgb'})
 
 
 @MODELS.register_module()
@@ -43,7 +47,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
     """
 
     _OWN = WrappingPreprocessor._OWN | {
-        *('fields', 'opted_in', 'prefetch_safe', 'split', 'bindings', 'runtime', '_mixed')
+        *('fields', 'opted_in', 'prefetch_safe', 'bindings', 'runtime', '_mixed')
     }
 
     def __init__(
@@ -75,7 +79,6 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         self.fields = fields
         self.opted_in = opted_in
         self.prefetch_safe = prefetch_safe
-        self.split: str | None = None
         self.bindings: dict[str, Any] = {}
         self.runtime = Runtime()
         self._mixed: dict[str, PartConstants] = {}
@@ -114,6 +117,19 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         """
         module = self.of_split(split)
         return module, family_of_module(module, self.prefetch_safe)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in PrefetchDataPreprocessor._OWN or self.split not in self._mixed:
+            return value
+        if name in _VARY_BY_SAMPLE:
+            raise ValueError(
+                f'data_preprocessor.{name} is read while {self.split} runs, whose datasets differ '
+                'in mean, std or channel order, so there is no one value. Give them the same '
+                'values, or let the model do without.'
+            )
+        # A method reads them as well.
+        return MethodType(value.__func__, self) if isinstance(value, MethodType) else value
 
     # -- what a pass over a dataloader asks for ----------------------------------------------------
 

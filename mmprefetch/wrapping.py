@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ class WrappingPreprocessor(BaseDataPreprocessor):
     """Stands where the preprocessor that it wraps stood.
 
     It shares that module's parameter, buffer and submodule tables, so state dicts, devices and
-    optimizers see no difference. Any attribute that is not its own is read from, and written to,
-    the wrapped module, and those that take its place for one split.
+    optimizers see no difference. Any attribute or method that is not its own is that of the
+    effective preprocessor of the split that runs, so that a model which reads ``mean`` finds what
+    its images were normalised with; where no split runs, as after training, it is the wrapped
+    module's. Writing one reaches the wrapped module and those of all splits.
     """
 
     #: Names of attributes that belong to the wrapper itself.
-    _OWN = frozenset({'_wrapped', '_of_split', '_ready', 'forward'})
+    _OWN = frozenset({'_wrapped', '_of_split', '_ready', 'split', 'forward'})
 
     def _wrap(self, module: nn.Module) -> None:
+        self.split: str | None = None
         self._of_split: dict[str, nn.Module] = {}
         # In a dict, since a module held as an attribute would be registered as a submodule.
         self._wrapped = {'module': module}
@@ -75,10 +79,7 @@ class WrappingPreprocessor(BaseDataPreprocessor):
     def __getattr__(self, name: str) -> Any:
         if name in type(self)._OWN:  # not set yet, as while unpickling
             raise AttributeError(name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.wrapped, name)
+        return getattr(self.of_split(self.split), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self)._OWN or name in _TABLES or '_ready' not in vars(self):
@@ -109,13 +110,7 @@ class WrappingPreprocessor(BaseDataPreprocessor):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.wrapped._load_from_state_dict(*args, **kwargs)
 
-    def cast_data(self, data: Any) -> Any:
-        """Move a batch to the device as the wrapped preprocessor does.
-
-        Args:
-            data (Any): A batch.
-
-        Returns:
-            Any: The batch on the device.
-        """
-        return self.wrapped.cast_data(data)
+    @property
+    def cast_data(self) -> Callable[[Any], Any]:
+        """Callable: That of the effective preprocessor: moves a batch to the device."""
+        return self.of_split(self.split).cast_data

@@ -237,6 +237,7 @@ def test_copies_leave_streams_and_begun_work_behind(wrapper, clone):
     assert toys.same(twin(raw), ImgDataPreprocessor(**IMG)(raw))
     twin.split = 'val'
     assert toys.same(twin(raw), ImgDataPreprocessor(mean=[5.0], std=[2.0])(raw))
+    twin.split = None
     twin.mean.zero_()
     assert twin.mean.sum() == 0 and twin.wrapped.mean.sum() == 0 and wrapper.mean.sum() != 0
 

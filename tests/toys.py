@@ -7,6 +7,7 @@ import itertools
 import mmengine.config.config
 import numpy as np
 import torch
+from mmengine.config import Config  # noqa: F401
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor, BaseModel
