@@ -1,8 +1,10 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Equal to stock, to the bit, where it is easy to get wrong."""
 
+import copy
 import itertools
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -193,13 +195,21 @@ def test_default_collate_and_pinned_flag(tmp_path):
     check(tmp_path, (2,), collated, workers=2)
 
 
-def test_compiled_step(tmp_path):
-    train = dict(by_epoch=True, max_epochs=1)
+@pytest.mark.parametrize('backend', ['eager', 'inductor'])
+def test_compiled_step(tmp_path, backend):
+    if backend == 'inductor' and shutil.which('g++') is None:
+        pytest.skip('there is no compiler')
     cfg = toys.config(
-        tmp_path / 'a', compile=dict(backend='eager'), val=False, train=train, workers=1
+        tmp_path / 'a',
+        compile=dict(backend=backend),
+        val=False,
+        train=dict(by_epoch=True, max_epochs=1),
+        workers=1,
     )
-    stock = toys.run(cfg)
+    torch.compiler.reset()  # what other tests have compiled counts towards its limits
+    stock = toys.run(copy.deepcopy(cfg))
     cfg['work_dir'] = str(tmp_path / 'b')
+    torch.compiler.reset()
     runner, record = toys.run(toys.prefetching(cfg, 2))
     toys.assert_same_run(stock, (runner, record))
     assert isinstance(runner.train_loop.dataloader, LookAheadLoader)
