@@ -208,6 +208,13 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
 
     def _collect(self, ticket: Ticket, data: Any, training: bool) -> Any:
         module, family = self.effective(ticket.split)
+        if ticket.samples is not None and not family.by_sample:
+            raise ValueError(
+                f'The datasets of {ticket.split}_dataloader differ in mean, std or channel order, '
+                f'but the forward of {type(module).__name__} has been replaced, or has hooks, and '
+                'would give all samples the values of one of them. Remove the hooks, or give all '
+                'datasets the same values.'
+            )
         module = with_samples(module, ticket.samples)
         call = Call(training, ThreadModes.current(self.device) if family.needs_modes else None)
         self.runtime.calls[ticket.split] = call

@@ -374,3 +374,29 @@ def test_state_that_a_safe_forward_keeps_is_that_of_the_batch_in_use():
         wrapper(raw, True)
         assert wrapper.last == number
     assert all(ticket.claimed for ticket in tickets)
+
+
+class Counting(BaseDataPreprocessor):
+    """Keeps a buffer of the batches that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('last', torch.zeros(()))
+
+    def forward(self, data, training=False):
+        self.last = data['inputs'][0].float()
+        return self.cast_data(data)
+
+
+def test_a_buffer_that_a_safe_forward_sets_is_that_of_the_batch_in_use():
+    module = Counting()
+    wrapper = PrefetchDataPreprocessor.around(module)
+    wrapper.prefetch_safe = True
+    wrapper(dict(inputs=[torch.tensor(0)]), True)
+    raws = [dict(inputs=[torch.tensor(number)]) for number in (1, 2)]
+    for raw in raws:
+        begin(wrapper, raw)
+    for number, raw in enumerate(raws, 1):
+        assert wrapper.last == number - 1 == module.last
+        wrapper(raw, True)
+        assert wrapper.last == number == module.last == wrapper.state_dict()['last']

@@ -1,87 +1,79 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Measure the look-ahead on CPU: overlap, cost on the thread that trains, memory.
 
-Exit status 1 when a bound is not met.
+Ratios are printed beside what is wanted of them; they depend on the machine and decide nothing.
 """
 
 import argparse
 import contextlib
 import random
 import statistics
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
-from benchmark_overlap import overlap, verdict
+from benchmark_overlap import overlap
 from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement, InstanceData
 
-from mmprefetch import PrefetchDataPreprocessor, tickets
-from mmprefetch.lookahead import LookAheadLoader
-from mmprefetch.streams import AcceleratorStream
+from mmprefetch import PrefetchDataPreprocessor, look_ahead
+from mmprefetch.engine import Ticket, ticket, transfer
+from mmprefetch.engine.streams import SideStream
 
-COST_BOUND_MS, COST_BOUND_RATIO = 1.0, 1 / 3
-MEMORY_BOUND = 1.05
+COST_WANTED = 0.1
+MEMORY_WANTED = 1.05
+PROGRESS_S = 5.0
 
-# -- cost on the thread that trains ------------------------------------------------------------
 
+class StandIn:
+    """A stream or an event of a device that has always finished."""
 
-class StandInEvent:
-    """An event of a device that has always finished."""
-
-    def record(self, stream: object) -> None:
+    def record(self, stream: Any) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def query(self) -> bool:
+        return True
+
+    def wait_event(self, event: Any) -> None:
         pass
 
-
-class StandInStream:
-    """A stream of a device that has always finished."""
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
+    def wait_stream(self, stream: Any) -> None:
         pass
 
 
 class StandInAPI:
-    """Takes the place of the device functions, so that what is measured is the engine's own."""
+    """Takes the place of a device's functions, so that what is measured is the engine's own."""
 
-    device = torch.device('cpu')
+    new_stream = new_event = current_stream = StandIn
 
-    def new_stream(self) -> StandInStream:
-        return StandInStream()
-
-    def new_event(self) -> StandInEvent:
-        return StandInEvent()
-
-    def current_stream(self) -> StandInStream:
-        return StandInStream()
-
-    def use(self, stream: object) -> contextlib.AbstractContextManager:
+    def use(self, stream: StandIn) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def record_use(self, tensor: torch.Tensor, stream: object) -> None:
+    def record_use(self, tensor: torch.Tensor, stream: StandIn) -> None:
         pass
 
 
 @contextlib.contextmanager
 def stand_in_device() -> Iterator[None]:
-    """Let new preprocessors work as on an accelerator, whose device functions do nothing."""
-    empty = torch.empty
+    """Let new preprocessors work as on an accelerator, whose functions do nothing."""
 
-    def pageable(*args, pin_memory: bool = False, **kwargs) -> torch.Tensor:
-        return empty(*args, **kwargs)
+    def pageable(nbytes: int, pinned: bool) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     with (
-        mock.patch.object(tickets, 'stream_for', lambda device: AcceleratorStream(StandInAPI())),
-        mock.patch.object(torch, 'empty', pageable),
+        mock.patch.object(ticket, 'stream_for', lambda device: SideStream(StandInAPI())),
+        mock.patch.object(transfer, '_staging_buffer', pageable),
     ):
         yield
+
+
+KINDS = dict(host=contextlib.nullcontext, accelerator=stand_in_device)
+
+
+# -- cost on the thread that trains ------------------------------------------------------------
 
 
 def batch_of_samples(samples: int = 64) -> dict:
@@ -99,71 +91,71 @@ def batch_of_samples(samples: int = 64) -> dict:
     return dict(inputs=images, data_samples=made)
 
 
-def timed(function: Callable, *args, **kwargs) -> tuple[float, float]:
+def timed(function: Callable, *args: Any) -> tuple[float, Any]:
     """Call a function.
 
     Returns:
-        tuple: Milliseconds that passed, and those that the calling thread computed.
+        tuple: Milliseconds that it took, and what it returned.
     """
-    wall, thread = time.perf_counter(), time.thread_time()
-    result = function(*args, **kwargs)
-    times = (time.perf_counter() - wall) * 1e3, (time.thread_time() - thread) * 1e3
-    del result  # a step would hold it: to free it is no part of the call
-    return times
+    start = time.perf_counter()
+    result = function(*args)
+    return (time.perf_counter() - start) * 1e3, result
 
 
-def cost(rounds: int) -> bool:
-    """Print what begin and collect cost on the thread that trains.
+def collect_ms(preprocessor: PrefetchDataPreprocessor) -> float:
+    """Time the call with a batch whose work was begun in another thread, and is done.
+
+    Args:
+        preprocessor (PrefetchDataPreprocessor): The preprocessor.
+
+    Returns:
+        float: Milliseconds.
+
+    Raises:
+        RuntimeError: The work was done again, so that this is no time of collect.
+    """
+    handed_out = Ticket(batch_of_samples(), 'train')
+    preparation = preprocessor.preparation('train')
+    thread = threading.Thread(target=preparation.begin, args=(handed_out,))
+    thread.start()
+    thread.join()
+    begun = handed_out.work.begun
+    preprocessor.expect(handed_out)
+    took, result = timed(preprocessor, handed_out.batch, True)
+    preprocessor.withdraw(handed_out)
+    if result is not begun:
+        raise RuntimeError('what was begun ahead is not what the model was given')
+    return took
+
+
+def cost(rounds: int) -> None:
+    """Print what collect costs on the thread that trains.
 
     Args:
         rounds (int): Batches.
-
-    Returns:
-        bool: Whether the bounds are met.
     """
-    stock = BaseDataPreprocessor()
-    host = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
-    assert host.compute_on_host  # asking makes its stream, before the stand-in takes over
-    accelerator = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
-    took: dict[str, list] = {name: [] for name in ('cast_data', 'host', 'accelerator')}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with stand_in_device():
-        for _ in range(rounds):
-            took['cast_data'].append(timed(stock.cast_data, batch_of_samples()))
-            for name, preprocessor in (('host', host), ('accelerator', accelerator)):
-                batch = batch_of_samples()
-                staged = preprocessor.stage(batch, 'train', 2)  # in the loader thread, in a run
-                begin = timed(preprocessor.prefetch, batch, True, 'train', staged)
-                # The step would be here, long enough for the host's work to finish.
-                host._runtime.stream(host.device).submit(lambda: None).barrier()()
-                collect = timed(preprocessor, batch, True)
-                took[name].append(tuple(map(sum, zip(begin, collect, strict=True))))
-    torch.set_num_threads(before)
-    host.close()
-    medians = {
-        name: [statistics.median(kind) for kind in zip(*all_, strict=True)]
-        for name, all_ in took.items()
-    }
     print(
-        f'\ncost on the main thread, 64 samples with 6 tensors each, medians of {rounds} batches\n'
-        'host: the work itself runs beside it in another thread, so the time that the main thread\n'
-        'computes is bound; accelerator: device functions that do nothing, so all time is bound\n'
-        f'bounds: {COST_BOUND_MS:.0f} ms, and {COST_BOUND_RATIO:.3f} x cast_data'
+        f'\ncost of collect on the main thread, 64 samples with 6 tensors each, medians of '
+        f'{rounds} batches\naccelerator: device functions that do nothing; wanted: at most '
+        f'{COST_WANTED} x cast_data'
     )
-    row = '{:<30} {:>9} {:>12}   {}'
-    print(row.format('', 'ms', 'thread ms', 'ratio to cast_data'))
-    wall, thread = medians['cast_data']
-    print(row.format('BaseDataPreprocessor.cast_data', f'{wall:.3f}', f'{thread:.3f}', '1'))
-    met = True
-    for name, bound in (('host', 1), ('accelerator', 0)):
-        value, ratio = medians[name][bound], medians[name][bound] / medians['cast_data'][bound]
-        met = met and value <= COST_BOUND_MS and ratio <= COST_BOUND_RATIO
-        mark = '' if value <= COST_BOUND_MS else f'  ABOVE {COST_BOUND_MS:.0f} ms'
-        cells = [f'{each:.3f}' for each in medians[name]]
-        text = verdict(ratio, COST_BOUND_RATIO, 'x') + mark
-        print(row.format(f'begin + collect, {name}', *cells, text), flush=True)
-    return met
+    stock = BaseDataPreprocessor()
+    took: dict[str, list[float]] = {'BaseDataPreprocessor.cast_data': []}
+    preprocessors = {}
+    for name, device in KINDS.items():
+        with device():
+            preprocessors[name] = PrefetchDataPreprocessor(wraps='BaseDataPreprocessor')
+            collect_ms(preprocessors[name])  # makes its stream
+    for _ in range(rounds):
+        took['BaseDataPreprocessor.cast_data'].append(timed(stock.cast_data, batch_of_samples())[0])
+        for name, device in KINDS.items():
+            with device():
+                took.setdefault(f'collect, {name}', []).append(collect_ms(preprocessors[name]))
+    base = None
+    for name, each in took.items():
+        median = statistics.median(each)
+        base = base or median
+        print(f'{name:<30} {median:>8.3f} ms   {median / base:.3f} x cast_data', flush=True)
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -197,40 +189,32 @@ def resident_mib() -> float:
         return next(int(line.split()[1]) for line in lines if line.startswith('VmRSS')) / 1024
 
 
-def memory(iterations: int) -> bool:
+def memory(iterations: int) -> None:
     """Print how the memory of the process grows over many batches of changing size.
 
     Args:
         iterations (int): Batches; the first tenth is left for memory to settle.
-
-    Returns:
-        bool: Whether the bound is met.
     """
     early = max(iterations // 10, 1)
     print(
         f'\nmemory: MiB in RAM after {early:,} and after {iterations:,} batches of random sizes; '
-        f'bound: {MEMORY_BOUND} x'
+        f'wanted: at most {MEMORY_WANTED} x'
     )
-    row = '{:<12} {:>10} {:>10}   {}'
-    met = True
-    for name in ('host', 'accelerator'):
-        context = stand_in_device() if name == 'accelerator' else contextlib.nullcontext()
-        with context:
+    for name, device in KINDS.items():
+        with device():
             preprocessor = PrefetchDataPreprocessor(mean=[1, 2, 3], std=[4, 5, 6])
-            loader = LookAheadLoader(RandomSizes(iterations), preprocessor, 'train', 2)
-            held = []
+            loader = look_ahead(RandomSizes(iterations), preprocessor)
+            held, said = [], time.monotonic()
             for count, batch in enumerate(loader, 1):
                 preprocessor(batch, True)
-                loader.fill()
                 if count in (early, iterations):
                     held.append(resident_mib())
-            loader.close()
-            preprocessor.close()
-        ratio = held[-1] / held[0]
-        met = met and ratio <= MEMORY_BOUND
-        print(row.format(name, *(f'{each:.1f}' for each in (held[0], held[-1])),
-                         verdict(ratio, MEMORY_BOUND, 'x')), flush=True)  # fmt: skip
-    return met
+                if time.monotonic() - said > PROGRESS_S:
+                    said = time.monotonic()
+                    print(f'  {name}: {count:,} of {iterations:,} batches', flush=True)
+        print(
+            f'{name:<12} {held[0]:>8.1f} {held[-1]:>8.1f}   {held[-1] / held[0]:.3f} x', flush=True
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -240,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (Sequence[str], optional): Command line. Defaults to the process's own.
 
     Returns:
-        int: Exit status, 1 when a bound is not met.
+        int: Exit status.
     """
     parser = argparse.ArgumentParser(prog='benchmark.py engine', description=__doc__)
     parser.add_argument('--steps', type=int, default=30, help='timed iterations of each run')
@@ -253,10 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ('steps', 'rounds', 'iterations'):
         if getattr(args, name) < 1:
             parser.error(f'--{name} must be at least 1, got {getattr(args, name)}')
-    met = [overlap(args.steps, args.depths), cost(args.rounds), memory(args.iterations)]
-    print('\nall bounds are met' if all(met) else '\nnot all bounds are met: see ABOVE')
-    return 0 if all(met) else 1
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+    overlap(args.steps, args.depths)
+    cost(args.rounds)
+    memory(args.iterations)
+    return 0

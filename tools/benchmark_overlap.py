@@ -4,12 +4,15 @@
 import itertools
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from torch import nn
@@ -18,20 +21,27 @@ import mmprefetch  # noqa: F401  (registers the loops)
 
 SLOW, FAST = 80, 50
 """Milliseconds that the slowest of load, preprocess and step takes, and each of the others."""
-WARM_UP = 5
-OVERLAP_BOUND = 1.05
+WARM_UP = 6
+WORKERS = 2
+OVERLAP_WANTED = 1.05
 
 _names = itertools.count()
 
-Span = tuple[float, float]
-"""When something began and ended, by ``time.perf_counter``."""
+
+class Span(NamedTuple):
+    """When something was done, by ``time.perf_counter``, and whether on the main thread."""
+
+    start: float
+    stop: float
+    on_main: bool
 
 
 def take(seconds: float) -> Span:
     """Take a known time, and leave the processor to others meanwhile."""
     start = time.perf_counter()
     time.sleep(seconds)
-    return start, time.perf_counter()
+    on_main = threading.current_thread() is threading.main_thread()
+    return Span(start, time.perf_counter(), on_main)
 
 
 @DATASETS.register_module()
@@ -45,7 +55,7 @@ class TimedDataset(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> dict:
-        sample = BaseDataElement(metainfo=dict(loaded=take(self.seconds)))
+        sample = BaseDataElement(metainfo=dict(index=index, loaded=tuple(take(self.seconds))))
         return dict(inputs=torch.zeros(3, 8, 8, dtype=torch.uint8), data_samples=sample)
 
 
@@ -73,109 +83,121 @@ class TimedModel(BaseModel):
         self.weight = nn.Parameter(torch.ones(()))
         self.spans: list[Span] = []
         self.loaded: list[Span] = []
+        self.indices: list[int] = []
 
-    def forward(self, inputs: list, data_samples: list, mode: str = 'tensor') -> dict:
-        self.loaded += [sample.loaded for sample in data_samples]
+    def forward(self, inputs: list, data_samples: list, mode: str = 'tensor') -> dict | list:
+        self.loaded += [Span(*sample.loaded) for sample in data_samples]
+        self.indices += [sample.index for sample in data_samples]
         self.spans.append(take(self.seconds))
-        return dict(loss=self.weight * len(inputs))
+        return data_samples if mode == 'predict' else dict(loss=self.weight * len(inputs))
 
 
-def train(
-    times: dict[str, float], length: int, depth: int | None, workers: int
+@METRICS.register_module()
+class TimedMetric(BaseMetric):
+    """Counts the batches."""
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        self.results += [sample['index'] for sample in data_samples]
+
+    def compute_metrics(self, results: list) -> dict:
+        return dict(count=len(results))
+
+
+def run(
+    times: dict[str, float], length: int, depth: int | None, workers: int, split: str = 'train'
 ) -> dict[str, list[Span]]:
-    """Train one epoch with a Runner, at batch size 1.
+    """Train or validate for one epoch with a Runner, at batch size 1.
 
     Args:
         times (dict): Milliseconds of ``load``, ``preprocess`` and ``step``.
         length (int): Batches.
         depth (int | None): ``prefetch_depth``; None for mmengine's own loop.
         workers (int): Worker processes of the dataloader.
+        split (str): 'train' or 'val'. Defaults to 'train'.
 
     Returns:
         dict: When each ``load``, ``preprocess`` and ``step`` was.
+
+    Raises:
+        RuntimeError: The model did not see every batch once and in order.
     """
     preprocessor = dict(type='TimedPreprocessor', milliseconds=times['preprocess'])
-    train_cfg = dict(by_epoch=True, max_epochs=1)
+    loop = dict(by_epoch=True, max_epochs=1) if split == 'train' else {}
     if depth is not None:
         preprocessor.update(
             type='PrefetchDataPreprocessor', wraps='TimedPreprocessor', prefetch_safe=True
         )
-        train_cfg = dict(type='PrefetchLoop', max_epochs=1, prefetch_depth=depth)
+        kind = dict(type='PrefetchLoop', max_epochs=1) if loop else dict(type='PrefetchValLoop')
+        loop = dict(kind, prefetch_depth=depth)
+    rest = (
+        dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)))
+        if split == 'train'
+        else dict(val_evaluator=dict(type='TimedMetric'))
+    )
+    dataloader = dict(
+        dataset=dict(type='TimedDataset', milliseconds=times['load'], length=length),
+        batch_size=1,
+        num_workers=workers,
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='pseudo_collate'),
+    )
     with tempfile.TemporaryDirectory() as work_dir:
         runner = Runner(
             model=dict(
                 type='TimedModel', milliseconds=times['step'], data_preprocessor=preprocessor
             ),
             work_dir=work_dir,
-            train_dataloader=dict(
-                dataset=dict(type='TimedDataset', milliseconds=times['load'], length=length),
-                batch_size=1,
-                num_workers=workers,
-                sampler=dict(type='DefaultSampler', shuffle=False),
-                collate_fn=dict(type='pseudo_collate'),
-            ),
-            train_cfg=train_cfg,
-            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
             default_hooks=dict(checkpoint=None, logger=dict(type='LoggerHook', interval=length)),
             experiment_name=f'benchmark-{next(_names)}',
             log_level='ERROR',
+            **{f'{split}_dataloader': dataloader, f'{split}_cfg': loop},
+            **rest,
         )
-        model = runner.train()
+        getattr(runner, split)()
+    model = runner.model
+    if model.indices != list(range(length)):
+        raise RuntimeError(f'{split}, depth {depth}: the model saw batches {model.indices}')
     return dict(load=model.loaded, preprocess=model.data_preprocessor.spans, step=model.spans)
 
 
-def iteration_ms(steps: Sequence[Span]) -> float:
-    """Median milliseconds from the end of a step to the end of the next."""
-    pairs = itertools.pairwise(stop for _, stop in steps)
-    return statistics.median(after - before for before, after in pairs) * 1e3
+def iteration_ms(steps: Sequence[Span], stride: int = 1) -> float:
+    """Median milliseconds from the end of a step to the end of the next.
+
+    Args:
+        steps (Sequence): When each step was.
+        stride (int): Iterations that are taken together: worker processes that load in step with
+            each other deliver as many batches at a time. Defaults to 1.
+
+    Returns:
+        float: Milliseconds an iteration.
+    """
+    stops = [step.stop for step in steps]
+    pairs = zip(stops, stops[stride:])  # noqa: B905
+    return statistics.median(after - before for before, after in pairs) * 1e3 / stride
 
 
-def overlap(steps: int, depths: Sequence[int]) -> bool:
+def overlap(steps: int, depths: Sequence[int]) -> None:
     """Print the table of iteration times.
 
     Args:
         steps (int): Iterations of each run that count.
         depths (Sequence): Values of ``prefetch_depth``.
-
-    Returns:
-        bool: Whether the bound is met everywhere.
     """
     print(
-        '\noverlap: median milliseconds of an iteration of a Runner\n'
-        '  stock       mmengine loop, num_workers=0: it loads, preprocesses and steps in turn\n'
-        '  stock, w=1  mmengine loop, one worker process, which overlaps its loading\n'
-        f'  depth d     PrefetchLoop, one worker process; bound: {OVERLAP_BOUND} x the slowest'
+        f'\noverlap: median milliseconds of an iteration, num_workers={WORKERS}; wanted: at most '
+        f'{OVERLAP_WANTED} x the slowest\nload: for each batch, of all worker processes together; '
+        "stock: mmengine's own loop"
     )
-    row = '{:>5} {:>11} {:>5}   {:<11} {:>8}   {:<28}'
-    print(row.format('load', 'preprocess', 'step', 'loop', 'ms', 'ratio'))
-    met = True
+    row = '{:<6} {:>5} {:>11} {:>5}   {:<8} {:>7}   {}'
+    print(row.format('split', 'load', 'preprocess', 'step', 'loop', 'ms', 'x the slowest'))
     stages = ('load', 'preprocess', 'step')
-
-    def run(depth: int | None, workers: int) -> float:
-        spans = train(times, steps + WARM_UP + 1, depth, workers)
-        return iteration_ms(spans['step'][WARM_UP:])
-
-    for slowest in stages:
+    for split, slowest in itertools.product(('train', 'val'), stages):
         times = dict.fromkeys(stages, FAST) | {slowest: SLOW}
-        total, rest = sum(times.values()), times['preprocess'] + times['step']
-        stock = run(None, 0)
-        worker = run(None, 1)
-        overlapped = max(times['load'], rest)
-        lines = [
-            ('stock', stock, f'{stock / total:.3f} x the sum'),
-            ('stock, w=1', worker, f'{worker / overlapped:.3f} x max(load, the rest)'),
-        ]
-        for depth in depths:
-            took = run(depth, 1)
-            met = met and took <= OVERLAP_BOUND * SLOW
-            lines.append(
-                (f'depth {depth}', took, verdict(took / SLOW, OVERLAP_BOUND, 'x the slowest'))
-            )
-        for name, took, ratio in lines:
-            print(row.format(*times.values(), name, f'{took:.1f}', ratio), flush=True)
-    return met
-
-
-def verdict(value: float, bound: float, unit: str) -> str:
-    """A figure with its unit, and a mark where it is above its bound."""
-    return f'{value:.3f} {unit}' + ('' if value <= bound else f'  ABOVE {bound:.3f}')
+        for depth in (None, *depths):
+            known = times | dict(load=times['load'] * WORKERS)
+            length = steps + WARM_UP + WORKERS
+            spans = run(known, length, depth, WORKERS, split)
+            took = iteration_ms(spans['step'][WARM_UP:], WORKERS)
+            name = 'stock' if depth is None else f'depth {depth}'
+            ratio = f'{took / SLOW:.3f}'
+            print(row.format(split, *times.values(), name, f'{took:.1f}', ratio), flush=True)

@@ -263,7 +263,9 @@ class Pass:
         if self._depth and not self._loader.note_claim(ticket.claimed) and self._thread is not None:
             self._depth = 0
             self._loader.switch_off()
-            self.pause()
+            while not self._thread.stop(within=5.0):
+                pass  # the batch that is being loaded is the next one
+            self._keep()
 
     def pause(self) -> None:
         """End the thread, and keep what it has loaded for whoever goes on."""
@@ -271,15 +273,19 @@ class Pass:
         if self._thread is None:
             return
         if self._thread.stop(within=5.0):
-            self._left += self._thread.left()
-            for ticket in self._left:
-                ticket.work = None  # it holds memory of the device
-            self._thread = None
+            self._keep()
         else:
             # An endless sampler has one generator for all its life, which ends with the first
             # iterator that is dropped; the loop may be run again.
             self._loader._abandoned.append(getattr(self._iterator, '_sampler_iter', None))
             self.close()
+
+    def _keep(self) -> None:
+        """Keep what a thread that has ended had loaded."""
+        self._left += self._thread.left()
+        for ticket in self._left:
+            ticket.work = None  # it holds memory of the device
+        self._thread = None
 
     def close(self) -> None:
         """End the pass. Asking for a further batch then raises StopIteration.

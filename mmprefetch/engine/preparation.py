@@ -50,18 +50,21 @@ class Preparation:
         Args:
             ticket (Ticket): Of a batch that was just loaded.
         """
-        module, family = self._preprocessor.effective(self._split)
-        call = self._preprocessor.runtime.calls.get(self._split, Call(self._split == 'train'))
-        work = Work(
-            family, call, self._side, BatchSnapshot(ticket.batch), self._fields_of(family, module)
-        )
+        try:
+            module, family = self._preprocessor.effective(self._split)
+            call = self._preprocessor.runtime.calls.get(self._split, Call(self._split == 'train'))
+            fields = self._fields_of(family, module)
+            work = Work(family, call, self._side, BatchSnapshot(ticket.batch), fields)
+        except BaseException as error:
+            ticket.error = error
+            return
         held: list = []
         try:
             work.begun = self._begin(ticket, module, work, held)
             work.memory = self._side.memory_of(work.begun)
-        except BaseException as error:  # raised again where the batch is due
+            self._written = family.written(work.begun)
+        except BaseException as error:  # raised again where the model asks for the batch
             work.error = error
-        self._written = family.written(work.begun)
         work.event = self._side.finish(held)
         ticket.work = work
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, ValuesView
 from itertools import chain
-from operator import is_, ne
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 # Items that neither lead to tensors nor change in place.
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+_MISSING = object()
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
@@ -24,31 +25,41 @@ def _is_counted(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_inference()
 
 
-def _state(tensor: torch.Tensor) -> tuple:
-    """What changes when a tensor is written in place, or is given other data or dimensions."""
-    return (
-        tensor._version,
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.requires_grad,
-    )
-
-
 class _TensorStates:
-    """The states of some tensors.
+    """What changes when tensors are written in place, or are given other data or dimensions.
+
+    To look at a batch again is work of the thread that trains, so nothing is built on the way.
 
     Args:
         tensors (Iterable[torch.Tensor]): Others than those whose writes torch counts are left out.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(filter(_is_counted, tensors))
-        self._states = list(map(_state, self._tensors))
+        shared: dict[tuple, tuple] = {}  # most tensors of a batch are of a few shapes
+        self._states = [
+            (
+                tensor,
+                tensor._version,
+                tensor.data_ptr(),
+                shared.setdefault(tensor.stride(), tensor.stride()),
+                shared.setdefault(tensor.shape, tensor.shape),
+                tensor.requires_grad,
+            )
+            for tensor in filter(_is_counted, tensors)
+        ]
 
     def changed(self) -> bool:
         """bool: Whether a tensor is no longer what it was."""
-        return any(map(ne, map(_state, self._tensors), self._states))
+        for tensor, version, pointer, stride, shape, requires_grad in self._states:
+            if (
+                tensor._version != version
+                or tensor.data_ptr() != pointer
+                or tensor.stride() != stride
+                or tensor.shape != shape
+                or tensor.requires_grad != requires_grad
+            ):
+                return True
+        return False
 
 
 class BatchSnapshot:
@@ -143,7 +154,9 @@ class FieldSnapshot:
         """
         now, then = self._read(), self._fields
         return self._states.changed() or any(
-            now.get(key) is not then.get(key) for key in now.keys() | then if key[1] not in but
+            now.get(key, _MISSING) is not then.get(key, _MISSING)
+            for key in now.keys() | then
+            if key[1] not in but
         )
 
     def _read(self) -> dict[tuple[int, str], Any]:

@@ -12,6 +12,7 @@ from .family import Family
 from .fused import twin
 
 _MISSING = object()
+_TABLES = ('_parameters', '_buffers', '_modules')
 
 
 class TransferFamily(Family):
@@ -37,7 +38,7 @@ class SafeResult(NamedTuple):
 
     Args:
         value (Any): What it returned.
-        written (dict): The attributes that it set on the preprocessor.
+        written (dict): The attributes and buffers that it set on the preprocessor.
     """
 
     value: Any
@@ -62,20 +63,22 @@ class SafeFamily(TransferFamily):
         return begun.written if begun is not None else ()
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> SafeResult:
-        shadow = twin(preprocessor, {})
+        tables = {name: dict(vars(preprocessor)[name]) for name in _TABLES}
+        shadow = twin(preprocessor, tables)
         value = shadow(data, training)
-        before = vars(preprocessor)
-        return SafeResult(
-            value,
-            {
-                name: each
-                for name, each in vars(shadow).items()
-                if before.get(name, _MISSING) is not each
-            },
-        )
+        written = {}
+        for after, before in (
+            (vars(shadow), vars(preprocessor)),
+            (shadow._buffers, preprocessor._buffers),
+        ):
+            for name, each in after.items():
+                if name not in _TABLES and before.get(name, _MISSING) is not each:
+                    written[name] = each
+        return SafeResult(value, written)
 
     def finish(self, preprocessor: nn.Module, begun: SafeResult, batch: Any, training: bool) -> Any:
-        vars(preprocessor).update(begun.written)
+        for name, value in begun.written.items():
+            setattr(preprocessor, name, value)
         return begun.value
 
     def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:

@@ -542,3 +542,17 @@ def test_it_stands_in_for_the_dataloader():
     assert dataloader.epoch == 3
     with pytest.raises(ValueError, match='should not be set'):
         loader.batch_size = 5
+
+
+def test_an_epoch_is_whole_when_look_ahead_ends_while_a_batch_takes_long(monkeypatch):
+    stop = LoaderThread.stop
+    monkeypatch.setattr(LoaderThread, 'stop', lambda self, within: stop(self, within / 100))
+    preprocessor = Recording()
+    loader = LookAheadLoader(DataLoader(Numbers(7, delay=0.3), num_workers=1), preprocessor, 'x', 1)
+    seen = []
+    for batch in loader:
+        if not seen:
+            preprocessor.model(batch)
+        seen.append(batch.item())
+    assert seen == list(range(7))
+    assert not loader.looks_ahead

@@ -325,3 +325,14 @@ def test_a_wrapper_that_does_not_tell():
 
     with pytest.raises(ValueError, match=r'Shuffled .*_get_ori_dataset_idx'):
         part_finder(Shuffled(ConcatDataset([Photos(0), Photos(1)])), 'train_dataloader.dataset')
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_preprocessor_with_hooks_is_no_reason_for_wrong_values(tmp_path, workers):
+    cfg = toys.prefetching(config(tmp_path, True, OURS, workers=workers))
+    runner = toys.Runner.from_cfg(cfg)
+    runner._train_loop = runner.build_train_loop(cfg.train_cfg)
+    module = find_preprocessor(runner).of_split('train')
+    module.register_forward_hook(lambda module, args, result: None)
+    with pytest.raises(ValueError, match=r'train_dataloader differ.*ImgDataPreprocessor.*hooks'):
+        runner.train()
