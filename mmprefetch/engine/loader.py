@@ -222,13 +222,13 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        self._withdraw()
+        spent = self._withdraw()
         if self.ended:
             raise StopIteration
         if self._left:
             ticket = self._left.popleft()
         elif self._thread is not None:
-            ticket = self._thread.take()
+            ticket = self._thread.take(spent)
         else:
             ticket = self._load()
         if ticket.error is not None:
@@ -254,11 +254,12 @@ class Pass:
             )
             self._thread.start()
 
-    def _withdraw(self) -> None:
-        """Forget the batch handed out last; see whether the model has asked for it."""
+    def _withdraw(self) -> Any:
+        """Forget the batch handed out last; see whether the model has asked for it. Returns what
+        is left of it to be freed."""
         ticket, self._due = self._due, None
         if ticket is None:
-            return
+            return None
         self._preprocessor.withdraw(ticket)
         if self._depth and not self._loader.note_claim(ticket.claimed) and self._thread is not None:
             self._depth = 0
@@ -266,6 +267,7 @@ class Pass:
             while not self._thread.stop(within=5.0):
                 pass  # the batch that is being loaded is the next one
             self._keep()
+        return ticket.spent
 
     def pause(self) -> None:
         """End the thread, and keep what it has loaded for whoever goes on."""

@@ -7,7 +7,7 @@ to count, as under mmengine's own loops, so whoever collects the work asks the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, ValuesView
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -41,8 +41,8 @@ class _TensorStates:
                 tensor,
                 tensor._version,
                 tensor.data_ptr(),
-                shared.setdefault(tensor.stride(), tensor.stride()),
                 shared.setdefault(tensor.shape, tensor.shape),
+                None if tensor.is_contiguous() else tensor.stride(),
                 tensor.requires_grad,
             )
             for tensor in filter(_is_counted, tensors)
@@ -50,12 +50,12 @@ class _TensorStates:
 
     def changed(self) -> bool:
         """bool: Whether a tensor is no longer what it was."""
-        for tensor, version, pointer, stride, shape, requires_grad in self._states:
+        for tensor, version, pointer, shape, stride, requires_grad in self._states:
             if (
                 tensor._version != version
                 or tensor.data_ptr() != pointer
-                or tensor.stride() != stride
                 or tensor.shape != shape
+                or not (tensor.is_contiguous() if stride is None else tensor.stride() == stride)
                 or tensor.requires_grad != requires_grad
             ):
                 return True
@@ -139,9 +139,17 @@ class FieldSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list(modules)
-        self._fields = self._read()
-        held = self._fields.values()
-        self._states = _TensorStates(each for each in held if isinstance(each, torch.Tensor))
+        self._tables = [
+            table
+            for module in self.modules
+            for table in (vars(module), module._buffers, module._parameters, module._modules)
+        ]
+        self._views = [table.values() for table in self._tables]
+        self._values = list(chain.from_iterable(self._views))
+        self._then = list(map(dict, self._tables))
+        self._states = _TensorStates(
+            value for value in self._values if isinstance(value, torch.Tensor)
+        )
 
     def changed(self, but: Collection[str] = ()) -> bool:
         """Whether a field is no longer what it was.
@@ -152,18 +160,17 @@ class FieldSnapshot:
         Returns:
             bool: True if an attribute is another object, or a tensor was written in place.
         """
-        now, then = self._read(), self._fields
-        return self._states.changed() or any(
-            now.get(key, _MISSING) is not then.get(key, _MISSING)
-            for key in now.keys() | then
-            if key[1] not in but
+        return self._states.changed() or (
+            not self._are_the_same() and any(name not in but for name in self._differing())
         )
 
-    def _read(self) -> dict[tuple[int, str], Any]:
-        return {
-            (number, name): value
-            for number, module in enumerate(self.modules)
-            for table in (vars(module), module._buffers, module._parameters, module._modules)
-            for name, value in table.items()
-            if name not in self._IGNORED
-        }
+    def _are_the_same(self) -> bool:
+        return sum(map(len, self._views)) == len(self._values) and all(
+            map(is_, chain.from_iterable(self._views), self._values)
+        )
+
+    def _differing(self) -> Iterator[str]:
+        for now, then in zip(self._tables, self._then, strict=True):
+            for name in (now.keys() | then) - self._IGNORED:
+                if now.get(name, _MISSING) is not then.get(name, _MISSING):
+                    yield name

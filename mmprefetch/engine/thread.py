@@ -53,7 +53,7 @@ class LoaderThread:
         if timeout and hasattr(iterator, '_timeout'):  # torch's own
             # The thread begins to wait before the batch is asked for: the time counts in `take`.
             self._timeout, iterator._timeout = timeout, 0
-        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._permits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(depth):
             self._permits.put(None)
         self._ready: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -89,8 +89,11 @@ class LoaderThread:
                 self._iterator._timeout = self._timeout
             self._over.put(None)
 
-    def take(self) -> Ticket:
+    def take(self, spent: Any = None) -> Ticket:
         """Wait for the next batch.
+
+        Args:
+            spent (Any): What is to be freed by the thread, since that takes time as well.
 
         Returns:
             Ticket: Of a batch, or of the error that came in its place (StopIteration at the end);
@@ -104,7 +107,7 @@ class LoaderThread:
             ticket = self._ready.get(timeout=self._timeout or None)
         except queue.Empty:
             raise RuntimeError(f'DataLoader timed out after {self._timeout} seconds') from None
-        self._permits.put(None)
+        self._permits.put(spent)
         return ticket
 
     def stop(self, within: float) -> bool:

@@ -99,6 +99,7 @@ class Ticket:
         claimed (bool): Whether the model has asked for the batch.
         on_claim (Callable | None): Called when the model asks for the batch.
         release (Callable | None): Called when the step of the batch was issued.
+        spent (Any): The snapshots, to be freed off the thread that trains.
     """
 
     batch: Any
@@ -109,6 +110,7 @@ class Ticket:
     claimed: bool = False
     on_claim: Callable[[], Any] | None = None
     release: Callable[[], Any] | None = None
+    spent: Any = None
 
     def claim(self) -> Work | None:
         """Work | None: What was begun, for the first who asks."""
@@ -116,6 +118,7 @@ class Ticket:
         if self.on_claim is not None:
             self.on_claim()
         work, self.work = self.work, None
+        self.spent = work and (work.batch, work.fields)
         return work
 
 

@@ -21,6 +21,9 @@ class CastFamily(Family):
 
     trains_alike = True
 
+    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
+        return []
+
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         return data
 

@@ -77,15 +77,16 @@ def family_of_module(module: nn.Module, safe: bool = False) -> Family:
     Returns:
         Family: How it works on a batch.
     """
-    if module._forward_hooks or module._forward_pre_hooks or _has_own_methods(module):
+    cls = type(module)
+    if module._forward_hooks or module._forward_pre_hooks or vars(module).keys() & _methods(cls):
         return TRANSFER
-    family = family_of(type(module))
+    family = family_of(cls)
     return SAFE if safe and family is TRANSFER else family
 
 
-def _has_own_methods(module: nn.Module) -> bool:
-    cls = type(module)
-    return any(callable(getattr(cls, name, None)) for name in vars(module))
+@cache
+def _methods(cls: type) -> frozenset[str]:
+    return frozenset(name for name in dir(cls) if callable(getattr(cls, name, None)))
 
 
 def _overrides(cls: type, base: type) -> bool:
