@@ -68,6 +68,7 @@ def test_public_names():
         '__version__',
         'enable_prefetch',
         'load_preprocessor',
+        'look_ahead',
     ]
     assert all(hasattr(mmprefetch, name) for name in mmprefetch.__all__)
 

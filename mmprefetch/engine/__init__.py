@@ -1,10 +1,11 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """A batch's road from the dataloader to the model: load, transfer, begin, collect.
 
-:mod:`.loader` stands in for a dataloader; its :mod:`.thread` loads each batch, and
-:mod:`.preparation` transfers it (:mod:`.layout`, :mod:`.transfer`) and begins its preprocessing on
-a side stream (:mod:`.streams`). The :mod:`.ticket` carries the work to the main thread, where the
-preprocessor collects it if nothing has changed since (:mod:`.snapshot`, :mod:`.thread_modes`).
+:mod:`.loader` stands in for a dataloader. Each :mod:`.iteration` over it has a :mod:`.thread` that
+loads, and a :mod:`.preparation` that transfers each batch (:mod:`.layout`, :mod:`.transfer`) and
+begins its preprocessing on a side stream (:mod:`.streams`). The :mod:`.ticket` carries the work to
+the main thread, where the preprocessor collects it if nothing has changed since
+(:mod:`.snapshot`, :mod:`.thread_modes`).
 """
 
 from .loader import LookAheadLoader

@@ -99,6 +99,7 @@ class Ticket:
         claimed (bool): Whether the model has asked for the batch.
         on_claim (Callable | None): Called when the model asks for the batch.
         release (Callable | None): Called when the step of the batch was issued.
+        position (Any): The dataloader's ``state_dict`` after it was loaded, where it has one.
         spent (Any): The snapshots, to be freed off the thread that trains.
     """
 
@@ -110,6 +111,7 @@ class Ticket:
     claimed: bool = False
     on_claim: Callable[[], Any] | None = None
     release: Callable[[], Any] | None = None
+    position: Any = None
     spent: Any = None
 
     def claim(self) -> Work | None:
