@@ -175,6 +175,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             self.runtime.due.remove(ticket)
         if ticket.release is not None:
             ticket.release()
+        self.runtime.poll()
 
     # -- what the model asks for -------------------------------------------------------------------
 

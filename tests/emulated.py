@@ -162,6 +162,9 @@ class Device:
     def current_stream(self):
         return getattr(self._of_thread, 'stream', self.compute)
 
+    def set_stream(self, stream):
+        self._of_thread.stream = stream
+
     @contextlib.contextmanager
     def use(self, stream):
         before, self._of_thread.stream = self.current_stream(), stream

@@ -7,7 +7,7 @@ import itertools
 import mmengine.config.config
 import numpy as np
 import torch
-from mmengine.config import Config  # noqa: F401
+from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor, BaseModel
@@ -182,7 +182,6 @@ def config(work_dir, *, preprocessor=IMG, dataset=None, workers=0, batch_size=4,
 
 def prefetching(cfg, depth=2, **loop):
     """The same config with prefetching switched on."""
-    from mmengine.config import Config
 
     cfg = enable_prefetch(Config(copy.deepcopy(cfg)), prefetch_depth=depth)
     if loop:
@@ -193,7 +192,6 @@ def prefetching(cfg, depth=2, **loop):
 
 def run(cfg):
     """Train; return the runner and the record of the run."""
-    from mmengine.config import Config
 
     runner = Runner.from_cfg(Config(cfg) if isinstance(cfg, dict) else cfg)
     runner.train()

@@ -14,7 +14,6 @@ from torch import nn
 from ..families import Family, with_samples
 from .mixed import SampleConstants
 from .snapshot import BatchSnapshot, FieldSnapshot
-from .streams import current_device_index, set_device_index
 from .ticket import Call, Ticket, Work
 from .transfer import Transfer
 
@@ -35,14 +34,14 @@ class Preparation:
         self._device: torch.device = preprocessor.device
         self._side = preprocessor.runtime.stream(self._device)
         self._compute = self._side.current()
-        self._device_index = current_device_index()
         self._fields = FieldSnapshot([])
         self._written: Collection[str] = ()
         self._follows = False
 
     def enter_thread(self) -> None:
-        """Make the device that of the calling thread, which is new."""
-        set_device_index(self._device_index)
+        """Prepare the calling thread, which is new: what loading does on the device runs on the
+        stream of the thread that trains, as under mmengine's loops."""
+        self._side.enter_thread(self._compute)
 
     def begin(self, ticket: Ticket) -> None:
         """Transfer a batch and begin its preprocessing. What this raises is kept on the ticket.
@@ -65,7 +64,10 @@ class Preparation:
             self._written = family.written(work.begun)
         except BaseException as error:  # raised again where the model asks for the batch
             work.error = error
-        work.event = self._side.finish(held)
+        try:
+            work.event = self._side.finish(held)
+        except BaseException as error:
+            ticket.error = error
         ticket.work = work
 
     def _fields_of(self, family: Family, module: nn.Module) -> FieldSnapshot:
@@ -93,8 +95,7 @@ class Preparation:
         transfer = Transfer((ticket.batch, constants), device, copies=not on_host)
         held += [transfer.buffer, transfer.on_device]
         if transfer.on_device:
-            # What loading has made on the device it made on this thread's current stream.
-            self._side.follow(self._side.current())
+            self._side.follow(self._compute)  # on which loading has made them
         with self._side.issue():
             moved, constants = transfer.issue()
             if samples is not None:

@@ -9,7 +9,6 @@ done when it hands a batch over: there is nothing to wait for (:class:`NoSideStr
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +31,13 @@ class NoSideStream:
     def current(self) -> Any:
         """Any: The calling thread's current stream."""
         return None
+
+    def enter_thread(self, stream: Any) -> None:
+        """Make a stream and its device the calling thread's, which is new.
+
+        Args:
+            stream (Any): From :meth:`current`.
+        """
 
     def issue(self) -> AbstractContextManager:
         """A context in which the calling thread issues work on the side stream."""
@@ -86,6 +92,9 @@ class NoSideStream:
             memory (list): From :meth:`collect`.
         """
 
+    def poll(self) -> None:
+        """Let go of what was held and is read no more."""
+
 
 class SideStream(NoSideStream):
     """A side stream of an accelerator.
@@ -103,10 +112,12 @@ class SideStream(NoSideStream):
         self.api = api
         self.stream = api.new_stream()
         self._held: deque[tuple[Any, Any]] = deque()
-        self._polling = threading.Lock()
 
     def current(self) -> Any:
         return self.api.current_stream()
+
+    def enter_thread(self, stream: Any) -> None:
+        self.api.set_stream(stream)
 
     def issue(self) -> AbstractContextManager:
         return self.api.use(self.stream)
@@ -120,9 +131,7 @@ class SideStream(NoSideStream):
     def finish(self, held: Any) -> Any:
         event = self._event(self.stream)
         self._held.append((event, held))
-        with self._polling:  # loader threads of several splits come here
-            while self._held and self._held[0][0].query():
-                self._held.popleft()
+        self.poll()
         return event
 
     def collect(self, event: Any, memory: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,6 +149,18 @@ class SideStream(NoSideStream):
     def release(self, memory: list[torch.Tensor]) -> None:
         if memory:
             self._held.append((self._event(self.current()), memory))
+
+    def poll(self) -> None:
+        # Several threads come here, and a lock could stay locked after Ctrl-C: who takes an entry
+        # out has it alone.
+        while self._held:
+            try:
+                entry = self._held.popleft()
+            except IndexError:
+                return
+            if not entry[0].query():
+                self._held.appendleft(entry)
+                return
 
     def _event(self, stream: Any) -> Any:
         event = self.api.new_event()
@@ -180,6 +201,12 @@ class StreamAPI:
         """The calling thread's current stream."""
         return self._module.current_stream(self.device)
 
+    def set_stream(self, stream: Any) -> None:
+        """Make a stream, and the device, the calling thread's."""
+        if self.device.index is not None:
+            self._module.set_device(self.device)
+        self._module.set_stream(stream)
+
     def use(self, stream: Any) -> AbstractContextManager:
         """A context in which ``stream`` is current; one for each call, since a context object
         keeps the stream that was current before, and several threads come here."""
@@ -208,24 +235,3 @@ def stream_for(device: torch.device) -> NoSideStream:
     if device.type == 'mps':  # it has a single stream, on which all threads issue
         return NoSideStream(on_host=False)
     return SideStream(StreamAPI(device))
-
-
-def current_device_index() -> int | None:
-    """The index of the calling thread's accelerator device.
-
-    Returns:
-        int | None: None on a machine without any.
-    """
-    if not torch.accelerator.is_available():
-        return None
-    return torch.accelerator.current_device_index()
-
-
-def set_device_index(index: int | None) -> None:
-    """Make an accelerator device the calling thread's: a new thread is on device 0.
-
-    Args:
-        index (int | None): From :func:`current_device_index`.
-    """
-    if index is not None:
-        torch.accelerator.set_device_index(index)

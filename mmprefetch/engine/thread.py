@@ -18,7 +18,7 @@ class Begins(Protocol):
         """Called once, in the new thread."""
 
     def begin(self, ticket: Ticket) -> None:
-        """Transfer a batch and begin its preprocessing. Must not raise."""
+        """Transfer a batch and begin its preprocessing. What it raises is kept on the ticket."""
 
 
 class LoaderThread:
@@ -75,9 +75,9 @@ class LoaderThread:
                 ticket = self._load()
                 if self._woken:
                     break
-                failed = ticket.error is not None
-                if not failed and not self._stopped:
+                if ticket.error is None and not self._stopped:
                     self._preparation.begin(ticket)
+                failed = ticket.error is not None
                 self._ready.put(ticket)
                 del ticket
                 if failed:

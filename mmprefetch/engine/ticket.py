@@ -150,6 +150,11 @@ class Runtime:
             self._streams[device] = stream_for(device)
         return self._streams[device]
 
+    def poll(self) -> None:
+        """Let go of memory that was held for a stream, and is read no more."""
+        for stream in list(self._streams.values()):
+            stream.poll()
+
     def find(self, batch: Any) -> Ticket | None:
         """The ticket of a batch that was handed out, if there is one; the newest first."""
         return next((ticket for ticket in reversed(self.due) if ticket.batch is batch), None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .layout import Entry, Layout
+from .layout import Entry, Layout, is_on_host
 
 ALIGNMENT = 64
 """Bytes. Every tensor starts at a multiple of it, so that any dtype can be viewed and vector
@@ -66,7 +66,7 @@ class Transfer:
         """
         device = self._layout.device
         flat = self.buffer
-        if self._copies and flat.numel():
+        if self._copies:
             flat = torch.empty(flat.numel(), dtype=torch.uint8, device=device)
             flat.copy_(self.buffer, non_blocking=True)
         for view, entry in self._views(flat):
@@ -93,7 +93,7 @@ class Transfer:
 
 
 def memory_of(value: Any) -> list[torch.Tensor]:
-    """Find the memory behind the tensors of a nested value.
+    """Find the device memory behind the tensors of a nested value.
 
     Args:
         value (Any): Tensors, or containers and data elements of such.
@@ -108,6 +108,8 @@ def memory_of(value: Any) -> list[torch.Tensor]:
 
 def _find_memory(value: Any, found: dict[int, torch.Tensor], seen: dict[int, Any]) -> None:
     if isinstance(value, torch.Tensor):
+        if is_on_host(value):
+            return
         if value.layout == torch.strided and not value.is_nested:
             found.setdefault(value.untyped_storage().data_ptr(), value)
             return

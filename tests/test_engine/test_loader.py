@@ -556,3 +556,29 @@ def test_an_epoch_is_whole_when_look_ahead_ends_while_a_batch_takes_long(monkeyp
         seen.append(batch.item())
     assert seen == list(range(7))
     assert not loader.looks_ahead
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_an_error_before_the_work_is_begun_loses_no_batch(workers):
+    preprocessor = Recording()
+
+    def begin(ticket):
+        if ticket.batch.item() in (2, 5):
+            ticket.error = OSError('no stream')
+
+    preprocessor.begin = begin
+    dataloader = DataLoader(Numbers(9), num_workers=workers)
+    current = iter(LookAheadLoader(dataloader, preprocessor, 'train', 2, True))
+    seen = []
+    while True:
+        try:
+            batch = next(current)
+        except OSError:
+            seen.append('error')
+        except StopIteration:
+            break
+        else:
+            preprocessor.model(batch)
+            seen.append(batch.item())
+    assert seen in ([0, 1, 'error', 3, 4, 'error', 6, 7, 8], [0, 1, 'error', 3, 4, 5, 6, 7, 8])
+    assert leftovers() == []

@@ -14,7 +14,7 @@ import toys
 from mmengine.model import ImgDataPreprocessor
 
 from mmprefetch import PrefetchDataPreprocessor, look_ahead, ops
-from mmprefetch.engine import Preparation, Ticket, layout, ticket
+from mmprefetch.engine import Preparation, Ticket, layout, ticket, transfer
 from mmprefetch.engine.streams import NoSideStream, SideStream, StreamAPI, stream_for
 
 IMG = {key: value for key, value in toys.IMG.items() if key != 'type'}
@@ -49,6 +49,7 @@ def wrapped(monkeypatch, device, wraps='ImgDataPreprocessor', **fields):
         return device.pinned.empty(*args) if pin_memory else empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, 'empty', pinned_too)
+    monkeypatch.setattr(transfer, 'is_on_host', lambda tensor: False)
     return PrefetchDataPreprocessor(wraps=wraps, **(fields or IMG))
 
 
@@ -198,8 +199,12 @@ class DecodedOnDevice(Batches):
             yield dict(batch, inputs=images)
 
 
+@pytest.mark.parametrize('own_stream', [True, False])
 @pytest.mark.parametrize('follows', [True, False])
-def test_tensors_on_the_device_are_ordered_behind_the_stream_that_made_them(monkeypatch, follows):
+def test_tensors_on_the_device_are_ordered_behind_the_stream_that_made_them(
+    monkeypatch, follows, own_stream
+):
+    """Also where the model does not run on the device's default stream."""
     raw = batches()
     device = emulated.Device(0, most=0.02)
     preprocessor = wrapped(monkeypatch, device)
@@ -214,15 +219,22 @@ def test_tensors_on_the_device_are_ordered_behind_the_stream_that_made_them(monk
                 follow(self, stream)
 
         monkeypatch.setattr(SideStream, 'follow', constants_only)
-    sums = []
-    with device:
-        for batch in loader:
+    compute = emulated.Stream(device) if own_stream else device.compute
+    sums, seen = [], []
+    with device, device.use(compute):
+        for index, batch in enumerate(loader):
+            seen.append(batch['inputs'][0] + 0)  # as a hook does
+            if index == 3:
+                batch['note'] = 'changed'  # so that the work is done again
             out = preprocessor(batch, True)
             sums.append((out['inputs'] * 1).double().sum((1, 2, 3)))
             sums.append(torch.stack([sample.label for sample in out['data_samples']]) + 0)
-    device.synchronize()
+    done = threading.Event()
+    compute.put(done.set)
+    assert done.wait(60)
     assert right(sums, raw) == follows
     assert bool(emulated.races(device)) != follows
+    assert all(torch.equal(one, each['inputs'][0]) for one, each in zip(seen, raw, strict=True))
 
 
 def test_begin_and_collect_never_make_the_host_wait(monkeypatch):
@@ -306,8 +318,7 @@ def test_without_record_stream_memory_is_held_until_the_step_has_read_it(monkeyp
         assert memory and all(each() is not None for each in memory)
         gate.set()
         device.synchronize()
-        done = Ticket(others[1], 'train')
-        preprocessor.preparation('train').begin(done)
+        preprocessor.withdraw(Ticket(others[1], 'train'))
     device._held.clear()
     assert all(each() is None for each in memory)
     assert side._held  # of the batches that came later
@@ -344,7 +355,7 @@ class Immediate:
     def nothing(self, *args):
         return True
 
-    wait_stream = wait_event = record = query = record_use = nothing
+    wait_stream = wait_event = record = query = record_use = set_stream = nothing
 
 
 @toys.HOOKS.register_module(force=True)

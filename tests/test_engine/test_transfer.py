@@ -185,7 +185,9 @@ def test_an_empty_batch_needs_no_buffer():
 
 
 @pytest.mark.filterwarnings('ignore:(Sparse|The PyTorch API of nested)')
-def test_memory_of_finds_each_block_once():
+def test_memory_of_finds_each_block_once(monkeypatch):
+    assert memory_of([torch.zeros(2)]) == []  # the host's
+    monkeypatch.setattr(transfer, 'is_on_host', lambda tensor: False)
     plain, boxed = torch.zeros(4, 2), torch.zeros(3)
     sparse = torch.eye(3).to_sparse()
     rows = torch.eye(3).to_sparse_csr()
