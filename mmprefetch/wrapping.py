@@ -61,7 +61,8 @@ class WrappingPreprocessor(BaseDataPreprocessor):
         """
         if isinstance(module, BaseDataPreprocessor):
             module._device = self.device
-        self._of_split[split] = module.to(self.device)
+        module.to(self.device)  # some classes return another module
+        self._of_split[split] = module
 
     @property
     def device(self) -> torch.device:
