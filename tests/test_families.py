@@ -17,6 +17,7 @@ from mmengine.registry import MODELS
 from mmprefetch import PrefetchDataPreprocessor, ops
 from mmprefetch.engine import Call, Ticket
 from mmprefetch.engine import ticket as tickets
+from mmprefetch.engine.mixed import SampleConstants
 from mmprefetch.engine.streams import SideStream
 from mmprefetch.families import (
     Family,
@@ -31,6 +32,7 @@ from mmprefetch.families import (
     passes,
     register_family,
     registry,
+    with_samples,
 )
 from mmprefetch.families.mmdet import MultiBranchFamily
 from mmprefetch.families.unfused import SAFE, TRANSFER
@@ -310,6 +312,55 @@ def test_on_an_accelerator_both_parts_are_in_order(monkeypatch, seed):
         assert torch.equal(images, right['inputs'])
         assert doubles.tolist() == [sample.double.item() for sample in right['data_samples']]
     assert emulated.races(device) == []
+
+
+# -- samples with constants of their own -----------------------------------------------------------
+
+
+def constants(count, channels=3):
+    values = torch.arange(2.0 * count * channels).view(2, count, channels) + 1
+    return SampleConstants(values, [bool(index % 2) for index in range(count)])
+
+
+def without_a_field(module, raw):
+    del module.pad_value
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda module, raw: list(raw.items()),
+        lambda module, raw: dict(images=raw['inputs'], data_samples=raw['data_samples']),
+        lambda module, raw: dict(raw, inputs=[raw['inputs'][0].float(), *raw['inputs'][1:]]),
+        lambda module, raw: dict(raw, inputs=raw['inputs'][1:]),
+        without_a_field,
+    ],
+)
+def test_no_sample_gets_the_constants_of_another(counted, change):
+    wrapper = PrefetchDataPreprocessor(wraps='Extends', **IMG)
+    raw = batch()
+    raw = change(wrapper.wrapped, raw) or raw
+    for work_ahead in (True, False):
+        ticket = Ticket(raw, 'train', constants(3))
+        if work_ahead:
+            wrapper.preparation('train').begin(ticket)
+        wrapper.expect(ticket)
+        with pytest.raises(
+            ValueError, match=r'differ in mean, std or channel order.* of 3 samples'
+        ):
+            wrapper(raw, True)
+        wrapper.withdraw(ticket)
+    assert counted == [] and wrapper.threads == []
+
+
+@pytest.mark.parametrize(('drops', 'order'), [(False, [0, 1, 2, 3]), (True, [2, 1, 0, 3])])
+def test_which_channels_of_four_a_sample_has_reversed(drops, order):
+    module = PrefetchDataPreprocessor().wrapped
+    images = torch.rand(2, 4, 3, 3)
+    made = fused(with_samples(module, constants(2, 4)), images, reverse=False, drops=drops)
+    for index, channels in enumerate(([0, 1, 2, 3], order)):
+        mean, std = constants(2, 4).values[:, index, :, None, None]
+        assert torch.equal(made[index], (images[index, channels] - mean) / std)
 
 
 # -- which class is declared -----------------------------------------------------------------

@@ -29,11 +29,11 @@ One that normalises by itself says how, and which of its attributes switch its o
 
 from . import mmaction, mmdet, mmengine, mmpose, mmpretrain, mmseg, mmyolo
 from .family import Family, cast
-from .fused import FusedFamily, with_samples
-from .mmengine import CastFamily, ImgFamily, SuperFamily
+from .fused import FusedFamily, StandInFamily, with_samples
+from .mmengine import ImgFamily, SuperFamily
 from .passes import fused
 from .registry import announce, family_of, family_of_module, register_family
-from .stand_in import StandInFamily
+from .unfused import CastFamily
 
 __all__ = [
     'CastFamily',

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmengine.structures import BaseDataElement
-from torch import nn
+from torch import Tensor, nn
 
 from .family import Family
 
@@ -20,14 +20,12 @@ class Begun:
     Args:
         data (Any): The batch on the device.
         pixels (Any): What the fused pass made; None if it did not take the input.
-        done (bool): Whether the rest has run, too.
-        result (Any): What came out of it.
+        result (Any): What came out of the rest; None if that has not run.
         fields (list): The fields of each data sample before the class wrote into them.
     """
 
     data: Any
-    pixels: Any = None
-    done: bool = False
+    pixels: Any
     result: Any = None
     fields: list[dict] = field(default_factory=list)
 
@@ -90,15 +88,11 @@ class FusedFamily(Family):
         return not (training and self.augments and getattr(preprocessor, self.augments) is not None)
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
-        begun = Begun(data)
-        if not isinstance(data, dict) or 'inputs' not in data:
-            return begun
-        if self.writes:
+        begun = Begun(data, self._pixels(preprocessor, data, training))
+        if self.writes and isinstance(data, dict):
             begun.fields = _fields(data.get('data_samples'))
-        begun.pixels = self._pixels(preprocessor, data, training)
         if begun.pixels is not None and self.is_pure(preprocessor, training):
             begun.result = self.rest(preprocessor, data, begun.pixels, training)
-            begun.done = True
             if not begun.fields:
                 return begun.result  # and let go of the images as they came
         return begun
@@ -106,22 +100,55 @@ class FusedFamily(Family):
     def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
         if not isinstance(begun, Begun):
             return begun
-        if begun.done:
-            result = begun.result
-        elif begun.pixels is None:
+        result = begun.result
+        if begun.pixels is None:
             result = preprocessor(begun.data, training)
-        else:
+        elif result is None:
             result = self.rest(preprocessor, begun.data, begun.pixels, training)
         if begun.fields and result.get('data_samples') is begun.data['data_samples']:
             _write_back(begun, batch['data_samples'])
             result['data_samples'] = batch['data_samples']
         return result
 
-    def _pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
+    def _pixels(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
+        # Without one of these it is another version of the class than the one that was declared.
         names = (*self.off, *self.needs, *((self.augments,) if self.augments else ()))
-        if not all(hasattr(preprocessor, name) for name in names):
-            return None  # another version of the class than the one that was declared
-        return self.pixels(preprocessor, data, training)
+        as_declared = all(hasattr(preprocessor, name) for name in names)
+        pixels = None
+        if as_declared and isinstance(data, dict) and 'inputs' in data:
+            pixels = self.pixels(preprocessor, data, training)
+        samples = getattr(preprocessor, '_samples', None)
+        if pixels is None and samples is not None:
+            # The class's own forward would give all of them the values of one dataset.
+            inputs = data.get('inputs') if isinstance(data, dict) else data
+            count = len(inputs) if isinstance(inputs, Sized) else 'no length'
+            raise ValueError(
+                'data_preprocessor: the datasets of this split differ in mean, std or channel '
+                f'order, but its batch of {len(samples)} samples came as {type(inputs).__name__} '
+                f'of {count} that the fused pass does not take; collate images of one dtype and '
+                'number of channels, one for each sample and in their order'
+            )
+        return pixels
+
+
+class StandInFamily(FusedFamily):
+    """A class that pads images and labels in one place: its own forward is given images of no
+    channels, and the fused pass's result takes their place in what comes out.
+
+    Such images have the sizes that labels are padded by and metainfo is made of, on the device
+    that is right, but no pixels to copy. Nothing but :attr:`augments` may look into the pixels.
+    """
+
+    def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> Any:
+        attributes = dict(self.off)
+        augments = getattr(preprocessor, self.augments) if self.augments else None
+        if augments is not None:
+            attributes[self.augments] = lambda _, *others: augments(pixels, *others)
+        images = [image[:0].float() for image in data['inputs']]
+        result = twin(preprocessor, attributes).forward({**data, 'inputs': images}, training)
+        if not result['inputs'].numel():  # nothing put the pixels in on the way
+            result['inputs'] = pixels
+        return result
 
 
 def twin(

@@ -6,11 +6,10 @@ from __future__ import annotations
 from mmengine.model import stack_batch
 from torch import Tensor, nn
 
-from .fused import unchanged
+from .fused import StandInFamily, unchanged
 from .mmpretrain import clips
 from .passes import becomes_float
 from .registry import register_family
-from .stand_in import StandInFamily
 
 
 class ActionFamily(StandInFamily):

@@ -14,18 +14,7 @@ from .family import Family
 from .fused import FusedFamily, twin
 from .passes import fused, note_unscaled
 from .registry import register_family
-
-
-class CastFamily(Family):
-    """:class:`BaseDataPreprocessor` does nothing beyond the transfer."""
-
-    trains_alike = True
-
-    def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
-        return []
-
-    def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
-        return data
+from .unfused import CastFamily
 
 
 class AnyChannels(Family):
@@ -44,12 +33,6 @@ class AnyChannels(Family):
         made._any_channels = True
         return made
 
-    @staticmethod
-    def reverse_any(preprocessor: nn.Module) -> bool | None:
-        """What :func:`fused` does to images of more than three channels. The classes drop all but
-        three: one that the user has not opted in with goes on doing so."""
-        return True if hasattr(preprocessor, '_any_channels') else None
-
 
 class ImgFamily(AnyChannels, FusedFamily):
     """:class:`ImgDataPreprocessor`."""
@@ -63,7 +46,7 @@ class ImgFamily(AnyChannels, FusedFamily):
             preprocessor,
             data['inputs'],
             reverse=preprocessor._channel_conversion,
-            reverse_any=self.reverse_any(preprocessor),
+            drops=True,
             size_divisor=preprocessor.pad_size_divisor,
             pad_value=preprocessor.pad_value,
         )
@@ -75,7 +58,8 @@ class ImgFamily(AnyChannels, FusedFamily):
 class SuperFamily(ImgFamily):
     """A class whose forward calls that of :class:`ImgDataPreprocessor`, and goes on from there.
 
-    That one call answers with the fused pass's result. The class sees the images as they were.
+    That one call answers with the fused pass's result. The class sees the images as they were, and
+    may do with the result what it likes, which images without channels would not show.
     """
 
     trains_alike = False

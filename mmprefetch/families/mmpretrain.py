@@ -24,13 +24,26 @@ class ClsFamily(FusedFamily):
     writes = True
 
     def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Tensor | None:
-        return fused(
-            preprocessor,
-            data['inputs'],
-            reverse=preprocessor.to_rgb,
-            size_divisor=preprocessor.pad_size_divisor,
-            pad_value=preprocessor.pad_value,
-        )
+        return padded(preprocessor, data['inputs'])
+
+
+def padded(preprocessor: nn.Module, images: Any) -> Tensor | None:
+    """Run the fused pass over images, and pad them.
+
+    Args:
+        preprocessor (nn.Module): Holds the fields.
+        images (Any): Whatever a batch holds as ``inputs``.
+
+    Returns:
+        Tensor | None: The float32 batch; None if it is not one for the pass.
+    """
+    return fused(
+        preprocessor,
+        images,
+        reverse=preprocessor.to_rgb,
+        size_divisor=preprocessor.pad_size_divisor,
+        pad_value=preprocessor.pad_value,
+    )
 
 
 class ViewsFamily(FusedFamily):
@@ -68,12 +81,7 @@ class SelfSupFamily(AnyChannels, ViewsFamily):
     """``SelfSupDataPreprocessor``: all views with the same constants."""
 
     def view(self, preprocessor: nn.Module, view: Tensor, index: int) -> Tensor | None:
-        return fused(
-            preprocessor,
-            view,
-            reverse=preprocessor._channel_conversion,
-            reverse_any=self.reverse_any(preprocessor),
-        )
+        return fused(preprocessor, view, reverse=preprocessor._channel_conversion, drops=True)
 
 
 class TwoNormFamily(ViewsFamily):
@@ -91,7 +99,7 @@ class TwoNormFamily(ViewsFamily):
             preprocessor,
             view,
             reverse=preprocessor._channel_conversion,
-            reverse_any=None,
+            drops=True,
             names=('second_mean', 'second_std') if index else ('mean', 'std'),
         )
 
@@ -123,37 +131,20 @@ def clips(preprocessor: nn.Module, video: Tensor) -> Tensor | None:
         preprocessor,
         video.reshape(-1, *video.shape[-dims:]),
         reverse=preprocessor.to_rgb,
-        reverse_any=None,
+        drops=True,
         dims=dims,
     )
     return None if made is None else made.view(video.shape)
 
 
-class MultiModalFamily(FusedFamily):
+class MultiModalFamily(ViewsFamily):
     """``MultiModalDataPreprocessor``: images, or a list of frames that it stacks."""
 
     off = dict(to_rgb=False, _enable_normalize=False, pad_size_divisor=1, cast_data=unchanged)
     needs = ('pad_value',)
-    trains_alike = True
 
-    def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Any:
-        images = data['inputs']
-        if type(images) is Tensor:
-            return self._frame(preprocessor, images)
-        if not isinstance(images, (list, tuple)) or set(map(type, images)) != {Tensor}:
-            return None
-        frames = [self._frame(preprocessor, image) for image in images]
-        return None if any(frame is None for frame in frames) else frames
-
-    @staticmethod
-    def _frame(preprocessor: nn.Module, images: Tensor) -> Tensor | None:
-        return fused(
-            preprocessor,
-            images,
-            reverse=preprocessor.to_rgb,
-            size_divisor=preprocessor.pad_size_divisor,
-            pad_value=preprocessor.pad_value,
-        )
+    def view(self, preprocessor: nn.Module, view: Tensor, index: int) -> Tensor | None:
+        return padded(preprocessor, view)
 
 
 def declare() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .fused import twin
+from .fused import FusedFamily
 from .mmdet import DetFamily
 from .passes import becomes_float, fused
 from .registry import register_family
@@ -16,7 +16,7 @@ from .registry import register_family
 class PackedDetFamily(DetFamily):
     """``YOLOv5DetDataPreprocessor``: a pass of its own in training, mmdet's otherwise."""
 
-    packed_off = dict(_channel_conversion=False, _enable_normalize=False)
+    off = dict(_channel_conversion=False, _enable_normalize=False)
 
     def pixels(self, preprocessor: nn.Module, data: dict, training: bool) -> Tensor | None:
         if not training:
@@ -32,10 +32,8 @@ class PackedDetFamily(DetFamily):
         return fused(preprocessor, images, reverse=preprocessor._channel_conversion)
 
     def rest(self, preprocessor: nn.Module, data: dict, pixels: Tensor, training: bool) -> Any:
-        if not training:
-            return super().rest(preprocessor, data, pixels, training)
-        packed = twin(preprocessor, self.packed_off)
-        return packed.forward({**data, 'inputs': pixels}, training)
+        kind = FusedFamily if training else DetFamily
+        return kind.rest(self, preprocessor, data, pixels, training)
 
 
 def declare() -> None:

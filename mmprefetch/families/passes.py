@@ -98,7 +98,7 @@ def fused(
     images: Any,
     *,
     reverse: bool,
-    reverse_any: bool | None = False,
+    drops: bool = False,
     names: tuple[str, str] = ('mean', 'std'),
     dims: int = 3,
     **options: Any,
@@ -109,8 +109,8 @@ def fused(
         preprocessor (nn.Module): Holds the constants, and ``_enable_normalize``.
         images (Any): Sequence of (C, H_i, W_i) tensors or one (N, C, H, W) tensor.
         reverse (bool): Whether the class reverses three channels.
-        reverse_any (bool, optional): What becomes of another number of channels then: True,
-            channels 0 and 2 are swapped; False, they stay; None, that is for the class to say.
+        drops (bool): Whether the class drops all but three channels then, if there are others.
+            Where the user has opted in, channels 0 and 2 are swapped instead.
         names (tuple): The attributes that hold the values to subtract and to divide by.
         dims (int): Dimensions of one image, the channels first.
         **options: For :func:`mmprefetch.ops.normalize_batch`.
@@ -123,10 +123,14 @@ def fused(
         ValueError: The images do not fit the constants or each other.
     """
     channels = channels_of(images, dims)
+    if channels is None:
+        return None
+    swaps = channels == 3 or (drops and getattr(preprocessor, '_any_channels', False))
+    order = reversal(channels) if swaps else None
     samples = getattr(preprocessor, '_samples', None)
     if samples is not None:
-        return _by_sample(samples, images, channels, options)
-    if channels is None:
+        return _by_sample(samples, images, order, options)
+    if reverse and drops and not swaps:
         return None
     mean = std = None
     if preprocessor._enable_normalize:
@@ -137,11 +141,6 @@ def fused(
                 return None
         if mean.dim() > 3:  # (C, 1, 1, 1), as classes of videos keep them
             mean, std = mean.flatten(), std.flatten()
-    order = None
-    if reverse and (channels == 3 or reverse_any):
-        order = reversal(channels)
-    elif reverse and reverse_any is None:
-        return None
     if isinstance(images, Tensor) and not laid_out_as_usual(images):
         return None  # the class's result has the strides of its input, which decide about kernels
     unscaled = vars(preprocessor).get('_unscaled', {}).pop(names[0], None)
@@ -152,18 +151,12 @@ def fused(
             '255)',
             stacklevel=2,
         )
-    return _normalize(images, mean, std, order, options)
+    return _normalize(images, mean, std, order if reverse else None, options)
 
 
-def _by_sample(samples: Any, images: Any, channels: int | None, options: dict) -> Tensor:
-    if channels is None or len(images) != len(samples):
-        raise ValueError(
-            'data_preprocessor: the datasets of this split differ in mean, std or channel order, '
-            f'but its batch of {len(samples)} samples came as {type(images).__name__} of '
-            f'{len(images)} that the fused pass does not take; collate images of one dtype and '
-            'number of channels, one for each sample and in their order'
-        )
-    order = reversal(channels)
+def _by_sample(samples: Any, images: Any, order: Any, options: dict) -> Tensor | None:
+    if len(images) != len(samples):
+        return None
     mean, std = samples.values.to(images[0].device)
     orders = [order if reverse else None for reverse in samples.reverse]
     return _normalize(images, mean, std, orders, options)

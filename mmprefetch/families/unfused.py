@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""Classes that mmprefetch knows nothing of, and those that the user says are safe to run ahead."""
+"""Classes without a fused pass: what may run ahead is nothing, or all of their forward."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ _MISSING = object()
 _TABLES = ('_parameters', '_buffers', '_modules')
 
 
-class TransferFamily(Family):
-    """A class of which nothing is known: only the transfer of its batch runs ahead."""
+class CastFamily(Family):
+    """:class:`BaseDataPreprocessor` does nothing beyond the transfer."""
 
     trains_alike = True
-
-    def receive(self, preprocessor: nn.Module, batch: Any) -> Any:
-        return batch
 
     def reads(self, preprocessor: nn.Module) -> list[nn.Module]:
         return []
 
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> Any:
         return data
+
+
+class TransferFamily(CastFamily):
+    """A class of which nothing is known: only the transfer of its batch runs ahead."""
+
+    def receive(self, preprocessor: nn.Module, batch: Any) -> Any:
+        return batch
 
     def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
         return preprocessor(begun, training)
