@@ -11,7 +11,7 @@ from mmengine.registry import HOOKS
 
 from .checkpoints.restore import PARTS_KEY, RECORD_KEY, type_name
 from .data_preprocessor import PrefetchDataPreprocessor
-from .fields.resolve import Binding, table
+from .fields.binding import Binding, table
 
 
 @HOOKS.register_module()

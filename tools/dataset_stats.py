@@ -7,7 +7,8 @@ import sys
 
 from mmengine.config import Config, DictAction
 
-from mmprefetch.statistics.measure import DatasetStatistics, measure_split, paste_place, write
+from mmprefetch.statistics.measure import DatasetStatistics, measure_split
+from mmprefetch.statistics.write import paste_place, write
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""Rebuild the preprocessing that a checkpoint was trained with, and compare it with a config's."""
+"""Rebuild the preprocessing that a checkpoint records, and choose between it and a config's."""
 
 from __future__ import annotations
 
@@ -17,18 +17,10 @@ from torch import nn
 
 from ..attach import attach
 from ..data_preprocessor import PrefetchDataPreprocessor, build
-from ..fields.classes import find_class, valid_fields
+from ..fields.binding import REVERSAL, Binding, aligned, same
+from ..fields.classes import constructor_fields, find_class, type_name_of
 from ..fields.datasets import FieldSource
-from ..fields.resolve import (
-    CHANNEL_ORDER,
-    NOT_FIELDS,
-    Binding,
-    effective,
-    plain,
-    resolve,
-    reverses_channels,
-    same,
-)
+from ..fields.resolve import NOT_FIELDS, resolve
 
 PARTS_KEY = 'parts'
 RECORD_KEY = 'data_preprocessor'
@@ -62,17 +54,17 @@ def load_preprocessor(
             differ, and ``part`` names none of them.
     """
     split, record = read_record(checkpoint, split)
-    parts = record.pop(PARTS_KEY, None)
-    if part is not None or parts:
-        if part not in (parts or {}):
-            known = ', '.join(parts) if parts else 'none: its datasets agree'
-            raise ValueError(
-                f'part={part!r} is none of the datasets of the {split} split that differ in what '
-                f'they are normalised with; write one of these: {known}'
-            )
+    parts = record.pop(PARTS_KEY, {})
+    if part in parts:
         record.update(parts[part])
+    elif parts or part is not None:
+        known = ', '.join(parts) or 'none: its datasets agree'
+        raise ValueError(
+            f'part={part!r} is none of the datasets of the {split} split that differ in what '
+            f'they are normalised with; write one of these: {known}'
+        )
     binding, module = _build(split, record)
-    if getattr(module, '_any_channels', False) and reverses_channels(type(module), binding):
+    if getattr(module, '_any_channels', False) and binding.reverses_channels:
         mean = binding.fields.get('mean')
         if mean is None or len(mean) != 3:
             return PrefetchDataPreprocessor.around(module, binding.fields)
@@ -136,54 +128,13 @@ def type_name(cls: type[nn.Module]) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
-def differences(
-    ours: Binding | Mapping, record: Mapping, cls: type[nn.Module] | None = None
-) -> dict[str, tuple[Any, Any]]:
-    """Compare the preprocessing that a config asks for with what a checkpoint records.
-
-    A field that one of them leaves out is at its default there, and the names of the channel order
-    count as one field.
-
-    Args:
-        ours (Binding | Mapping): The effective fields by the config, of one split. A mapping may
-            have a ``type``.
-        record (Mapping): ``type`` and fields by the checkpoint, see :func:`read_record`.
-        cls (type, optional): The class of the preprocessor, whose defaults hold. Defaults to the
-            one that the record names.
-
-    Returns:
-        dict[str, tuple]: For each field that differs the value by the config and that by the
-        checkpoint; ``type`` is among them where the classes' names differ.
-
-    Raises:
-        ValueError: ``cls`` is not given, and the recorded class is not registered here.
-    """
-    if cls is None:
-        cls = _find(record['type'])
-    if not isinstance(ours, Binding):
-        ours = Binding('', str(ours.get('type', record['type'])), _fields(ours), {})
-    theirs = Binding('', str(record['type']), _fields(record), {})
-    found = {}
-    types = [one.type_name.rpartition('.')[2] for one in (ours, theirs)]
-    if types[0] != types[1]:
-        found['type'] = tuple(types)
-    for name in dict.fromkeys([*ours.fields, *theirs.fields]):
-        if name not in CHANNEL_ORDER:
-            values = [plain(effective(cls, one, name)) for one in (ours, theirs)]
-            if not same(*values):
-                found[name] = tuple(values)
-    reversed_ = tuple(reverses_channels(cls, one) for one in (ours, theirs))
-    if reversed_[0] != reversed_[1]:
-        found['to_rgb' if 'to_rgb' in valid_fields(cls) else 'bgr_to_rgb'] = reversed_
-    return found
-
-
 def describe(split: str, found: Mapping[str, tuple[Any, Any]], source: str = CONFIG) -> str:
     """Say which preprocessing a split uses, and show both where they differ.
 
     Args:
         split (str): 'train', 'val' or 'test'.
-        found (Mapping): What :func:`differences` returned.
+        found (Mapping): For each field that differs the value by the config and that by the
+            checkpoint.
         source (str): The one that is used, 'config' or 'checkpoint'. Defaults to 'config'.
 
     Returns:
@@ -191,15 +142,12 @@ def describe(split: str, found: Mapping[str, tuple[Any, Any]], source: str = CON
     """
     if not found:
         return f'The {split} split is preprocessed as the config and the checkpoint both say.'
-    rows = [('field', *SOURCES)]
-    rows += [(name, *map(repr, values)) for name, values in found.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    rows = [('field', *SOURCES), *((name, *map(repr, pair)) for name, pair in found.items())]
     other = CHECKPOINT if source == CONFIG else CONFIG
     return '\n'.join(
         [
             f'The {split} split: the config says another preprocessing than the checkpoint.',
-            *(f'  {line}' for line in table),
+            *(f'  {line}' for line in aligned(rows)),
             f"The {source}'s is used; to use the {other}'s, say `--preprocess-from {other}`.",
         ]
     )
@@ -221,8 +169,10 @@ def choose_preprocessing(
             Defaults to 'config'.
 
     Returns:
-        dict[str, tuple]: The fields that differ, see :func:`differences`; none if the source is
-        the config and the checkpoint holds no record.
+        dict[str, tuple]: For each field that differs the value by the config and that by the
+        checkpoint. A field that one of them leaves out is at its default there. The names of the
+        channel order count as one field, and the class is among them as ``type``. Empty if the
+        source is the config and the checkpoint holds no record.
 
     Raises:
         ValueError: The source is another word; or it is 'checkpoint', and the checkpoint holds no
@@ -239,7 +189,10 @@ def choose_preprocessing(
             "`model.data_preprocessor=dict(type='PrefetchDataPreprocessor')` in the config"
         )
     if source == CONFIG and not _records(checkpoint):
-        _say(f'The {split} split is preprocessed as the config says; the checkpoint says nothing.')
+        print_log(
+            f'The {split} split is preprocessed as the config says; the checkpoint says nothing.',
+            logger='current',
+        )
         return {}
     recorded_split, record = read_record(checkpoint, split)
     ours = preprocessor.bindings[split]
@@ -252,14 +205,22 @@ def choose_preprocessing(
             )
         _compare_parts(split, ours, record)
         return {}
+    # Without its class, which need not be installed here, the record has our class's defaults.
+    theirs = Binding(split, ours.cls, _fields(record), {})
     if source == CHECKPOINT:
-        binding, module = _build(recorded_split, record)
-        found = differences(ours, record, type(module))
+        theirs, module = _build(recorded_split, record)
         preprocessor.bind(split, module)
-        preprocessor.bindings[split] = replace(binding, split=split)
-    else:
-        found = differences(ours, record, type(preprocessor.of_split(split)))
-    _say(describe(split, found, source), logging.WARNING if found else logging.INFO)
+        preprocessor.bindings[split] = replace(theirs, split=split)
+    found = {}
+    names = ours.type_name, type_name_of(record['type'])
+    if names[0] != names[1]:
+        found['type'] = names
+    found.update(ours.differences(theirs))
+    if REVERSAL in found:
+        name = 'to_rgb' if 'to_rgb' in constructor_fields(ours.cls)[0] else 'bgr_to_rgb'
+        found[name] = found.pop(REVERSAL)
+    level = logging.WARNING if found else logging.INFO
+    print_log(describe(split, found, source), logger='current', level=level)
     return found
 
 
@@ -267,27 +228,15 @@ def _compare_parts(split: str, ours: Binding, record: Mapping) -> None:
     """Say whether config and checkpoint agree where datasets of a split differ in one of them."""
     said = [part.fields for part in ours.parts] or [ours.fields]
     recorded = list(record.get(PARTS_KEY, {}).values()) or [_fields(record)]
-    if len(said) == len(recorded) and all(map(same, said, recorded)):
-        _say(f'The {split} split is preprocessed as the config and the checkpoint say.')
-        return
-    _say(
-        f'The {split} split is preprocessed as the config says, dataset by dataset: {said}. The '
-        f'checkpoint says something else: {recorded}.',
-        logging.WARNING,
-    )
-
-
-def _records(checkpoint: str | Path | Mapping) -> Mapping:
-    if not isinstance(checkpoint, Mapping):
-        if '://' in str(checkpoint):
-            checkpoint = CheckpointLoader.load_checkpoint(str(checkpoint), map_location='cpu')
-        else:
-            checkpoint = torch.load(checkpoint, map_location='cpu', weights_only=True)
-    return (checkpoint.get('meta') or {}).get(RECORD_KEY) or {}
-
-
-def _say(message: str, level: int = logging.INFO) -> None:
-    print_log(message, logger='current', level=level)
+    if same(said, recorded):
+        text, level = 'the config and the checkpoint say.', logging.INFO
+    else:
+        text = (
+            f'the config says, dataset by dataset: {said}. The checkpoint says something else: '
+            f'{recorded}.'
+        )
+        level = logging.WARNING
+    print_log(f'The {split} split is preprocessed as {text}', logger='current', level=level)
 
 
 def _attached(runner: Any, split: str) -> PrefetchDataPreprocessor | None:
@@ -300,6 +249,15 @@ def _attached(runner: Any, split: str) -> PrefetchDataPreprocessor | None:
     if preprocessor is not None:
         preprocessor.split = split
     return preprocessor
+
+
+def _records(checkpoint: str | Path | Mapping) -> Mapping:
+    if not isinstance(checkpoint, Mapping):
+        if '://' in str(checkpoint):
+            checkpoint = CheckpointLoader.load_checkpoint(str(checkpoint), map_location='cpu')
+        else:
+            checkpoint = torch.load(checkpoint, map_location='cpu', weights_only=True)
+    return (checkpoint.get('meta') or {}).get(RECORD_KEY) or {}
 
 
 def _build(split: str, record: Mapping) -> tuple[Binding, nn.Module]:

@@ -25,6 +25,18 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f' (did you mean {by_lower_case[matches[0]]!r}?)' if matches else ''
 
 
+def type_name_of(type_: Any) -> str:
+    """The name at the end of a config's ``type``.
+
+    Args:
+        type_ (Any): A registered name, with or without scope, or a class.
+
+    Returns:
+        str: The name without scope.
+    """
+    return getattr(type_, '__name__', str(type_)).rpartition('.')[2]
+
+
 def find_class(registry: Registry, type_: Any, scope: str | None = None) -> Any | None:
     """Look up what the ``type`` of a config stands for.
 
@@ -64,60 +76,30 @@ def preprocessor_names(registry: Registry, scope: str | None = None) -> list[str
     return sorted(name for name in names if 'preprocessor' in name.lower())
 
 
-def valid_fields(cls: Callable) -> list[str]:
+def constructor_fields(cls: Callable) -> tuple[dict[str, Any], bool]:
     """Name the fields of a class's constructor, following ``**kwargs`` up its bases.
 
     Args:
         cls (Callable): A class, or a function that builds an object.
 
     Returns:
-        list[str]: The names in the order of the signatures, the class's own first.
+        tuple: The default of each field (None if it has none), in the order of the signatures, the
+        class's own first; and whether the last constructor still takes ``**kwargs``, so that other
+        fields may be valid too.
     """
-    return list(_parameters(cls)[0])
-
-
-def accepts_any(cls: Callable) -> bool:
-    """Whether the last constructor up the bases still takes ``**kwargs``.
-
-    Args:
-        cls (Callable): A class, or a function that builds an object.
-
-    Returns:
-        bool: True if a field that :func:`valid_fields` does not name may be valid too.
-    """
-    return _parameters(cls)[1]
-
-
-def field_default(cls: Callable, name: str) -> Any:
-    """Give the value that a constructor uses for a field that nobody sets.
-
-    Args:
-        cls (Callable): A class, or a function that builds an object.
-        name (str): The field.
-
-    Returns:
-        Any: The default, None if the field has none.
-    """
-    parameter = _parameters(cls)[0].get(name)
-    if parameter is None or parameter.default is inspect.Parameter.empty:
-        return None
-    return parameter.default
-
-
-def _parameters(cls: Callable) -> tuple[dict[str, inspect.Parameter], bool]:
+    constructors, skipped = [cls], 0
     if inspect.isclass(cls):
         # The signatures of these two say **kwargs, yet they refuse any.
         bases = [base for base in cls.__mro__ if base not in (object, nn.Module)]
         constructors = [vars(base)['__init__'] for base in bases if '__init__' in vars(base)]
         skipped = 1
-    else:
-        constructors, skipped = [cls], 0
-    named: dict[str, inspect.Parameter] = {}
+    defaults: dict[str, Any] = {}
     for constructor in constructors:
         parameters = list(inspect.signature(constructor).parameters.values())[skipped:]
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                named.setdefault(parameter.name, parameter)
+                default = None if parameter.default is parameter.empty else parameter.default
+                defaults.setdefault(parameter.name, default)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return named, False
-    return named, bool(constructors)
+            return defaults, False
+    return defaults, bool(constructors)

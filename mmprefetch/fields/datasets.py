@@ -2,13 +2,14 @@
 """Find the datasets inside a split's dataset, and the preprocessor fields bound to each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from .classes import find_class, valid_fields
+from .classes import constructor_fields, find_class
 
 KEY = 'data_preprocessor'
 META_KEY = 'preprocess'
@@ -35,62 +36,49 @@ class DatasetPart:
     """One dataset of a split that is not a wrapper of others.
 
     Attributes:
-        path (str): The config key of the dataset.
+        key (str): The config key of the dataset.
+        cls (Any): Its class, None if it is not registered.
         type_name (str): The name of its class.
         sources (list[FieldSource]): The places that bind fields to it, lowest precedence first.
         mixed_by (str, optional): The key of the wrapper that merges its images with those of other
             datasets, if there is one.
-        dataset_class (Any): Its class, None if it is not registered.
     """
 
-    path: str
+    key: str
+    cls: Any
     type_name: str
-    sources: list[FieldSource] = field(default_factory=list)
-    mixed_by: str | None = None
-    dataset_class: Any = None
+    sources: list[FieldSource]
+    mixed_by: str | None
 
 
-@dataclass(frozen=True)
-class _Surroundings:
-    """What the datasets around a dataset say, outermost first."""
-
-    declared: tuple[FieldSource, ...] = ()
-    configured: tuple[FieldSource, ...] = ()
-    bound: tuple[FieldSource, ...] = ()
-    mixed_by: str | None = None
-
-    def inward(self, key, names, declared=None, configured=None, bound=None) -> '_Surroundings':
-        return _Surroundings(
-            self.declared + tuple(filter(None, [declared])),
-            self.configured + tuple(filter(None, [configured])),
-            self.bound + tuple(filter(None, [bound])),
-            self.mixed_by or (key if MIXING_WRAPPERS.intersection(names) else None),
-        )
-
-    def part(self, key, type_name, dataset_class) -> DatasetPart:
-        sources = [*self.declared, *self.configured, *self.bound]
-        return DatasetPart(key, type_name, sources, self.mixed_by, dataset_class)
+# What the datasets around a dataset say, outermost first, each with its precedence: that of the
+# METAINFO of classes is lowest, then `metainfo` in the config, then the fields that are bound.
+_Found = list[tuple[int, FieldSource | None]]
+_DECLARED, _CONFIGURED, _BOUND = range(3)
 
 
-def take_parts(dataset_cfg: dict, key: str) -> list[DatasetPart]:
-    """Take the bound preprocessor fields out of a dataset's config.
+def split_dataloader(dataloader: Any, key: str) -> tuple[Any, list[DatasetPart]]:
+    """Part a dataloader's config from the fields bound to its datasets.
 
-    Removes every ``data_preprocessor`` key **in place**, except where the dataset's own constructor
-    names one: hand over a copy where the config is still needed (see :func:`split_dataloader`). The
-    fields in ``metainfo['preprocess']`` and in the ``METAINFO`` of the class are read and stay.
+    These stand at the keys ``data_preprocessor``. Where a dataset's own constructor names such an
+    argument, it stays in the config as well, as do ``metainfo['preprocess']`` and ``METAINFO`` of
+    the class.
 
     Args:
-        dataset_cfg (dict): The config; wrappers hold others in ``dataset`` or ``datasets``. A built
-            dataset is read as by :func:`read_parts`.
-        key (str): The config key of the dataset, such as ``train_dataloader.dataset``.
+        dataloader (Any): A config, which stays as it is, or a built DataLoader.
+        key (str): Its config key, such as ``train_dataloader``.
 
     Returns:
-        list[DatasetPart]: The parts in order, one where no wrapper concatenates several.
+        tuple: What to build the dataloader from (a built one is returned itself), and the list of
+        :class:`DatasetPart`, one where no wrapper concatenates several.
 
     Raises:
         TypeError: If the fields at a key are not a dict.
     """
-    return _take(dataset_cfg, key, None, _Surroundings(), {})
+    if not isinstance(dataloader, dict):
+        return dataloader, read_parts(dataloader.dataset, f'{key}.dataset')
+    remaining = _copied(dataloader)
+    return remaining, _take(remaining['dataset'], f'{key}.dataset', None, [], None)
 
 
 def read_parts(dataset: Any, key: str = 'dataset') -> list[DatasetPart]:
@@ -107,98 +95,7 @@ def read_parts(dataset: Any, key: str = 'dataset') -> list[DatasetPart]:
     Raises:
         TypeError: If ``metainfo['preprocess']`` is not a dict.
     """
-    return _read(dataset, key, None, _Surroundings())
-
-
-def split_dataloader(dataloader: Any, key: str) -> tuple[Any, list[DatasetPart]]:
-    """Part a dataloader's config from the fields bound to its datasets.
-
-    Args:
-        dataloader (Any): A config, which stays as it is, or a built DataLoader.
-        key (str): Its config key, such as ``train_dataloader``.
-
-    Returns:
-        tuple: What to build the dataloader from (a built one is returned itself), and the list of
-        :class:`DatasetPart`.
-
-    Raises:
-        TypeError: If the fields at a key are not a dict.
-    """
-    if not isinstance(dataloader, dict):
-        return dataloader, read_parts(dataloader.dataset, f'{key}.dataset')
-    remaining = _copied(dataloader)
-    return remaining, take_parts(remaining['dataset'], f'{key}.dataset')
-
-
-def _copied(node: Any) -> Any:
-    """Copy what :func:`take_parts` may change; a deep copy would copy built datasets too."""
-    if isinstance(node, dict):
-        copied = node.copy()
-        for name in ('dataset', 'datasets'):
-            if name in node:
-                copied[name] = _copied(node[name])
-        return copied
-    if isinstance(node, list | tuple):
-        return type(node)(_copied(item) for item in node)
-    return node
-
-
-def _take(node, key, scope, around, taken) -> list[DatasetPart]:
-    if not isinstance(node, dict):
-        return _read(node, key, None, around)
-    scope = node.get('_scope_', scope)
-    cls = find_class(DATASETS, node.get('type'), scope)
-    # One config object may stand at several places; its key is gone at the second.
-    if id(node) not in taken:
-        if cls is not None and KEY in valid_fields(cls):
-            own = node.get(KEY)
-            # What is not a dict is for the dataset alone.
-            taken[id(node)] = own if isinstance(own, Mapping) else None
-        else:
-            taken[id(node)] = node.pop(KEY, None)
-    type_name = getattr(cls, '__name__', str(node.get('type')))
-    around = around.inward(
-        key,
-        _class_names(cls) | {type_name.rpartition('.')[2]},
-        declared=_declared(cls),
-        configured=_in_metainfo(node.get('metainfo'), f'{key}.metainfo'),
-        bound=_source(taken[id(node)], f'{key}.{KEY}'),
-    )
-    parts = [
-        part
-        for name, inner in _inner(node.get('dataset'), node.get('datasets'))
-        for part in _take(inner, f'{key}.{name}', scope, around, taken)
-    ]
-    return parts or [around.part(key, type_name, cls)]
-
-
-def _read(node, key, holder, around) -> list[DatasetPart]:
-    # A wrapper's metainfo is that of its first part, so the innermost one that exists counts.
-    holder = node if hasattr(node, 'metainfo') else holder
-    own = getattr(node, KEY, None)
-    bound = _source(own, f'{key}.{KEY}') if isinstance(own, Mapping) else None
-    outer = around.inward(key, _class_names(type(node)), bound=bound)
-    parts = [
-        part
-        for name, item in inner_datasets(node)
-        for part in _read(item, f'{key}.{name}', holder, outer)
-    ]
-    if parts:
-        return parts
-    declared = _declared(type(holder))
-    configured = _in_metainfo(getattr(holder, 'metainfo', None), f'{key}.metainfo')
-    if declared and configured and declared.fields == configured.fields:
-        configured = None
-    around = around.inward(key, (), declared=declared, configured=configured, bound=bound)
-    return [around.part(key, type(node).__name__, type(node))]
-
-
-def _inner(dataset: Any, datasets: Any) -> list[tuple[str, Any]]:
-    """Name the datasets inside a wrapper; other things under the same keys are not datasets."""
-    found = [('dataset', dataset)] if _is_dataset(dataset) else []
-    if isinstance(datasets, list | tuple) and all(map(_is_dataset, datasets)):
-        found += [(f'datasets.{index}', item) for index, item in enumerate(datasets)]
-    return found
+    return _read(dataset, key, None, [], None)
 
 
 def inner_datasets(dataset: Any) -> list[tuple[str, Any]]:
@@ -214,12 +111,92 @@ def inner_datasets(dataset: Any) -> list[tuple[str, Any]]:
     return [(name, item) for name, item in inner if not isinstance(item, dict)]
 
 
+def _copied(node: Any) -> Any:
+    """Copy what :func:`_take` changes; a deep copy would copy built datasets too."""
+    if isinstance(node, dict):
+        copied = node.copy()
+        for name in ('dataset', 'datasets'):
+            if name in node:
+                copied[name] = _copied(node[name])
+        return copied
+    if isinstance(node, list | tuple):
+        return type(node)(_copied(item) for item in node)
+    return node
+
+
+def _take(
+    node: Any, key: str, scope: str | None, found: _Found, mixed_by: str | None
+) -> list[DatasetPart]:
+    """Take the bound fields out of a dataset's config, in place."""
+    if not isinstance(node, dict):
+        return _read(node, key, None, found, mixed_by)
+    scope = node.get('_scope_', scope)
+    cls = find_class(DATASETS, node.get('type'), scope)
+    if cls is not None and KEY in constructor_fields(cls)[0]:
+        own = node.get(KEY)
+        fields = own if isinstance(own, Mapping) else None  # anything else is for the dataset alone
+    else:
+        fields = node.pop(KEY, None)
+    type_name = getattr(cls, '__name__', str(node.get('type')))
+    found = [
+        *found,
+        (_DECLARED, _declared(cls)),
+        (_CONFIGURED, _in_metainfo(node.get('metainfo'), f'{key}.metainfo')),
+        (_BOUND, _source(fields, f'{key}.{KEY}')),
+    ]
+    if _mixes(cls) or type_name.rpartition('.')[2] in MIXING_WRAPPERS:
+        mixed_by = mixed_by or key
+    parts = [
+        part
+        for name, inner in _inner(node.get('dataset'), node.get('datasets'))
+        for part in _take(inner, f'{key}.{name}', scope, found, mixed_by)
+    ]
+    return parts or [_part(key, cls, type_name, found, mixed_by)]
+
+
+def _read(
+    node: Any, key: str, holder: Any, found: _Found, mixed_by: str | None
+) -> list[DatasetPart]:
+    # A wrapper's metainfo is that of its first part, so the innermost one that exists counts.
+    holder = node if hasattr(node, 'metainfo') else holder
+    own = getattr(node, KEY, None)
+    if isinstance(own, Mapping):
+        found = [*found, (_BOUND, _source(own, f'{key}.{KEY}'))]
+    inner_mixed_by = mixed_by or (key if _mixes(type(node)) else None)
+    parts = [
+        part
+        for name, item in inner_datasets(node)
+        for part in _read(item, f'{key}.{name}', holder, found, inner_mixed_by)
+    ]
+    if parts:
+        return parts
+    declared = _declared(type(holder))
+    configured = _in_metainfo(getattr(holder, 'metainfo', None), f'{key}.metainfo')
+    if declared and configured and declared.fields == configured.fields:
+        configured = None
+    found = [*found, (_DECLARED, declared), (_CONFIGURED, configured)]
+    return [_part(key, type(node), type(node).__name__, found, mixed_by)]
+
+
+def _part(key: str, cls: Any, type_name: str, found: _Found, mixed_by: str | None) -> DatasetPart:
+    ordered = sorted(found, key=itemgetter(0))
+    return DatasetPart(key, cls, type_name, [source for _, source in ordered if source], mixed_by)
+
+
+def _inner(dataset: Any, datasets: Any) -> list[tuple[str, Any]]:
+    """Name the datasets inside a wrapper; other things under the same keys are not datasets."""
+    inner = [('dataset', dataset)] if _is_dataset(dataset) else []
+    if isinstance(datasets, list | tuple) and all(map(_is_dataset, datasets)):
+        inner += [(f'datasets.{index}', item) for index, item in enumerate(datasets)]
+    return inner
+
+
 def _is_dataset(value: Any) -> bool:
     return isinstance(value, dict | Dataset) or hasattr(value, 'metainfo')
 
 
-def _class_names(cls: Any) -> set[str]:
-    return {base.__name__ for base in getattr(cls, '__mro__', ())}
+def _mixes(cls: Any) -> bool:
+    return any(base.__name__ in MIXING_WRAPPERS for base in getattr(cls, '__mro__', ()))
 
 
 def _declared(cls: Any) -> FieldSource | None:

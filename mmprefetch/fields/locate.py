@@ -10,7 +10,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from .resolve import same
+from .binding import same
 
 _MISSING = object()
 
@@ -35,19 +35,31 @@ class ConfigFile:
             str: The file and, where it is written out there, the line (``file:line``); None if the
             config has no such key.
         """
-        return self._locate(key.split('.'))
-
-    def _locate(self, names: list[str]) -> str | None:
-        value = _look_up(self.config, names)
+        value = _look_up(self.config, key)
         if value is _MISSING:
             return None
-        line = self._line(names)
-        if line is not None:
-            return f'{_short(self.path)}:{line}'
+        node = self.find(key)
+        if node is not None:
+            return f'{_short(self.path)}:{node.lineno}'
         for base in self.bases:
-            if same(_look_up(base.config, names), value):
-                return base._locate(names)
+            if same(_look_up(base.config, key), value):
+                return base.locate(key)
         return _short(self.path)
+
+    def find(self, key: str) -> ast.expr | None:
+        """Find the expression in this very file that a key is written out by.
+
+        Args:
+            key (str): The config key.
+
+        Returns:
+            ast.expr: That of the last assignment that writes it out, None if there is none.
+        """
+        names, found = key.split('.'), None
+        for target, value in self._assignments:
+            if names[: len(target)] == target:
+                found = self._descend(value, names[len(target) :], set()) or found
+        return found
 
     @cached_property
     def config(self) -> Config:
@@ -75,33 +87,29 @@ class ConfigFile:
             return []
         return ast.parse(Path(self.path).read_text(encoding='utf-8')).body
 
+    @cached_property
+    def _assignments(self) -> list[tuple[list[str], ast.expr]]:
+        return [
+            (target, statement.value)
+            for statement in self._statements
+            if isinstance(statement, ast.Assign)
+            for target in map(_dotted, statement.targets)
+            if target
+        ]
+
     def _module_path(self, statement: ast.ImportFrom) -> str:
         if statement.level:
             folder = Path(self.path).parents[statement.level - 1]
             return str(folder.joinpath(*statement.module.split('.')).with_suffix('.py'))
         return importlib.util.find_spec(statement.module).origin
 
-    def _line(self, names: list[str]) -> int | None:
-        """The line of the last assignment in the file that writes the key out."""
-        line = None
-        for statement in self._statements:
-            if isinstance(statement, ast.Assign):
-                for target in map(_dotted, statement.targets):
-                    if target and names[: len(target)] == target:
-                        written = self._descend(statement.value, names[len(target) :], set())
-                        line = written or line
-        return line
-
-    def _descend(self, node: ast.expr, names: list[str], seen: set[str]) -> int | None:
+    def _descend(self, node: ast.expr, names: list[str], seen: set[str]) -> ast.expr | None:
+        """Follow variables, and the keys of what is written out, to the value of a key."""
         if isinstance(node, ast.Name) and node.id not in seen:
-            for statement in reversed(self._statements):
-                if isinstance(statement, ast.Assign) and [node.id] in map(
-                    _dotted, statement.targets
-                ):
-                    return self._descend(statement.value, names, seen | {node.id})
-            return None
+            values = [value for target, value in self._assignments if target == [node.id]]
+            return self._descend(values[-1], names, seen | {node.id}) if values else None
         if not names:
-            return node.lineno
+            return node
         inner = _entries(node).get(names[0])
         return None if inner is None else self._descend(inner, names[1:], seen)
 
@@ -121,20 +129,23 @@ def _entries(node: ast.expr) -> dict[str, ast.expr]:
     return {}
 
 
-def _dotted(target: ast.expr) -> list[str] | None:
-    """The names of an assignment's target such as ``model.data_preprocessor['mean']``."""
+def _dotted(target: ast.expr) -> list[str]:
+    """The names of an assignment's target such as ``model.data_preprocessor['mean']``, empty if it
+    is of another form."""
     if isinstance(target, ast.Name):
         return [target.id]
-    outer = _dotted(target.value) if isinstance(target, ast.Attribute | ast.Subscript) else None
-    if outer is None:
-        return None
     if isinstance(target, ast.Attribute):
-        return [*outer, target.attr]
-    return [*outer, str(target.slice.value)] if isinstance(target.slice, ast.Constant) else None
+        last = target.attr
+    elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        last = str(target.slice.value)
+    else:
+        return []
+    outer = _dotted(target.value)
+    return [*outer, last] if outer else []
 
 
-def _look_up(config: Any, names: list[str]) -> Any:
-    for name in names:
+def _look_up(config: Any, key: str) -> Any:
+    for name in key.split('.'):
         if isinstance(config, list | tuple) and name.isdigit() and int(name) < len(config):
             config = config[int(name)]
         elif isinstance(config, dict | Config) and name in config:

@@ -6,29 +6,45 @@ from __future__ import annotations
 from typing import Any
 
 from mmengine.config import Config
+from torch import nn
 
+from .binding import same
+from .classes import type_name_of
 from .datasets import FieldSource
-from .resolve import NOT_FIELDS, same
+from .resolve import NOT_FIELDS
 
+TOP, MODEL = 'data_preprocessor', 'model.data_preprocessor'
 PREPROCESSOR = 'PrefetchDataPreprocessor'
 DEFAULT_WRAPS = 'ImgDataPreprocessor'
-PREFETCH_LOOPS = frozenset(
-    {
-        'PrefetchLoop',
-        'PrefetchEpochBasedTrainLoop',
-        'PrefetchIterBasedTrainLoop',
-        'PrefetchValLoop',
-        'PrefetchTestLoop',
-    }
+PREFETCH_LOOPS = (
+    *('PrefetchLoop', 'PrefetchEpochBasedTrainLoop', 'PrefetchIterBasedTrainLoop'),
+    *('PrefetchValLoop', 'PrefetchTestLoop'),
 )
+
+
+def levels_that_count(cfg: Config | dict) -> dict[str, Any]:
+    """Say which of a config's two levels the model's preprocessor is made from.
+
+    mmengine's Runner ignores the top-level ``data_preprocessor`` as a whole where the model has one
+    of its own. Only where that is a ``PrefetchDataPreprocessor`` do both count, field by field.
+
+    Args:
+        cfg (Config or dict): The config.
+
+    Returns:
+        dict: What stands at each level that counts, lowest precedence first.
+    """
+    model = cfg.get('model')
+    if not isinstance(model, dict):
+        return {}
+    if 'data_preprocessor' not in model:
+        return {TOP: cfg.get(TOP)}
+    own = model['data_preprocessor']
+    return {MODEL: own, TOP: cfg.get(TOP)} if is_prefetching(own) else {MODEL: own}
 
 
 def dropped_top_level_fields(cfg: Config | dict) -> dict:
     """Find the fields of the top-level ``data_preprocessor`` that have no effect.
-
-    mmengine's Runner ignores the top level as a whole where the model has a
-    ``data_preprocessor`` of its own. The top level counts, field by field, where that is a
-    ``PrefetchDataPreprocessor``.
 
     Args:
         cfg (Config or dict): The config.
@@ -36,17 +52,10 @@ def dropped_top_level_fields(cfg: Config | dict) -> dict:
     Returns:
         dict: Each field that the top level sets otherwise than the model, and its value.
     """
-    top = cfg.get('data_preprocessor')
-    if not isinstance(top, dict):
+    top, levels = cfg.get(TOP), levels_that_count(cfg)
+    if TOP in levels or not isinstance(top, dict):
         return {}
-    model = cfg.get('model')
-    own = None
-    if isinstance(model, dict):
-        if 'data_preprocessor' not in model:
-            return {}
-        own = model['data_preprocessor']
-        if is_prefetching(own):
-            return {}
+    own = levels.get(MODEL)
     own = own if isinstance(own, dict) else {}
     return {
         name: value
@@ -70,17 +79,12 @@ def preprocessor_sources(cfg: Config | dict) -> tuple[Any, str | None, list[Fiel
         TypeError: If a ``data_preprocessor`` is not a dict.
         ValueError: If the top-level ``data_preprocessor`` names two classes.
     """
-    model = cfg.get('model')
-    top = cfg.get('data_preprocessor')
-    levels = [('data_preprocessor', top)]
-    if isinstance(model, dict) and 'data_preprocessor' in model:
-        own = model['data_preprocessor']
-        levels = [('model.data_preprocessor', own)]
-        if is_prefetching(own):
-            levels.append(('data_preprocessor', top))
     type_, scope, sources = None, None, []
-    for key, level in levels:
+    for key, level in levels_that_count(cfg).items():
         if level is None:
+            continue
+        if isinstance(level, nn.Module):  # built already: its fields are not known
+            type_ = type(level)
             continue
         if not isinstance(level, dict):
             raise TypeError(
@@ -91,7 +95,7 @@ def preprocessor_sources(cfg: Config | dict) -> tuple[Any, str | None, list[Fiel
         named = _named_class(key, level)
         if named is not None:
             type_, scope = named, level.get('_scope_')
-    if type_ is None and any(is_prefetching(level) for _, level in levels):
+    if type_ is None and any(is_prefetching(source.fields) for source in sources):
         type_ = DEFAULT_WRAPS
     return type_, scope, sources
 
@@ -130,17 +134,3 @@ def _named_class(key: str, level: dict) -> Any:
             'preprocessors; write only one of them'
         )
     return type_
-
-
-def type_name_of(type_: Any) -> str:
-    """The name at the end of a config's ``type``.
-
-    Args:
-        type_ (Any): A registered name, with or without scope, or a class.
-
-    Returns:
-        str: The name without scope.
-    """
-    if isinstance(type_, str):
-        return type_.rpartition('.')[2]
-    return getattr(type_, '__name__', str(type_))

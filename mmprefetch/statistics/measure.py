@@ -1,15 +1,12 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""Measure the mean and std of a dataset's images, and write them into its config."""
+"""Measure the mean and std of a dataset's images."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +17,9 @@ from mmengine.registry import DATASETS, DefaultScope
 from mmengine.utils import track_iter_progress
 from torch.utils.data import DataLoader, Dataset
 
+from ..fields.binding import CHANNEL_ORDER
 from ..fields.datasets import split_dataloader
 from ..fields.explain import explain
-from ..fields.locate import ConfigFile
-from ..fields.resolve import CHANNEL_ORDER, same
 from ..ops import reversal
 from .moments import Moments
 
@@ -75,9 +71,11 @@ class DatasetStatistics:
             dict[str, list[float]]: ``mean`` and ``std``, one value for each channel. The std of a
             channel that holds one value only is given as 1, since images are divided by it.
         """
-        mean = [_rounded(value) for value in self._ordered(self.moments.mean)]
-        std = [_rounded(value) or 1.0 for value in self._ordered(self.moments.std)]
-        return dict(mean=mean, std=std)
+        mean, std = (
+            [float(f'{value:.{DIGITS}g}') for value in self._ordered(values)]
+            for values in (self.moments.mean, self.moments.std)
+        )
+        return dict(mean=mean, std=[value or 1.0 for value in std])
 
     def snippet(self) -> str:
         """Write the statistics as they go into the dataset's config.
@@ -256,111 +254,3 @@ def _build(dataloader: Any, names: Sequence[str]) -> Any:
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def _rounded(value: float) -> float:
-    return float(f'{value:.{DIGITS}g}')
-
-
-def write(results: Sequence[DatasetStatistics]) -> list[str]:
-    """Write measured statistics over those in the config files that set them.
-
-    Only the values are replaced; all else in the files stays, comments too.
-
-    Args:
-        results (Sequence[DatasetStatistics]): What :func:`measure_split` returned. All have
-            moments.
-
-    Returns:
-        list[str]: Where values were replaced, as ``file:line``.
-
-    Raises:
-        ValueError: A dataset's mean or std is not written out as a list of numbers in a config
-            file, or two datasets share it but were measured otherwise. No file is changed.
-    """
-    edits: dict[str, dict[tuple[int, int], tuple[ast.expr, str]]] = {}
-    for result in results:
-        for name, values in result.measured().items():
-            path, node = _find_value(result, name)
-            values = tuple(values) if isinstance(node, ast.Tuple) else values
-            edit = (node, repr(values))
-            known = edits.setdefault(path, {}).setdefault((node.lineno, node.col_offset), edit)
-            if known[1] != edit[1]:
-                raise ValueError(
-                    f'{path}:{node.lineno}: this {name} holds for several datasets, of which '
-                    f'{result.key} was measured as {edit[1]}, another as {known[1]}; write '
-                    'data_preprocessor=dict(...) into the config of each'
-                )
-    for path, found in edits.items():
-        _replace(Path(path), list(found.values()))
-    return sorted({f'{path}:{line}' for path, found in edits.items() for line, _ in found})
-
-
-def paste_place(result: DatasetStatistics, config: str) -> str:
-    """Say where in a config the snippet of a dataset belongs.
-
-    Args:
-        result (DatasetStatistics): The measurement.
-        config (str): The config's file.
-
-    Returns:
-        str: The config key, and the file and line that write its dataset out.
-    """
-    return f'{result.key} ({ConfigFile(config).locate(result.key)})'
-
-
-def _find_value(result: DatasetStatistics, name: str) -> tuple[str, ast.expr]:
-    """The file, and the expression in it, that sets a field of a dataset."""
-    place = result.fields.get(name)
-    if place is None or place['key'].split('.')[0] != result.key.split('.')[0]:
-        raise ValueError(f'{result.key}: no {name} is bound to this dataset that could be replaced')
-    path, _, line = str(place['file']).rpartition(':')
-    nodes = []
-    if path.endswith('.py') and line.isdigit():
-        tree = ast.parse(Path(path).read_text(encoding='utf-8'))
-        matches = partial(_sets, name=name, line=int(line), value=place['value'])
-        nodes = [node for parent in ast.walk(tree) for node in _named(parent) if matches(*node)]
-    if len(nodes) != 1:
-        raise ValueError(
-            f'{result.key}: {name} comes from {place["key"]} ({place["file"]}), where it is not '
-            'written out as a list of numbers that could be replaced'
-        )
-    return path, nodes[0][1]
-
-
-def _named(node: ast.AST) -> list[tuple[str | None, ast.expr]]:
-    """The expressions that get a name at a node; None stands for any name."""
-    if isinstance(node, ast.keyword):
-        return [(node.arg, node.value)]
-    if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return [(getattr(key, 'value', ''), value) for key, value in pairs]
-    if isinstance(node, ast.Assign):
-        # A variable that the field is set from may have any name.
-        return [(None, node.value)]
-    return []
-
-
-def _sets(named: str | None, node: ast.expr, *, name: str, line: int, value: Any) -> bool:
-    return named in (name, None) and node.lineno == line and same(_literal(node), value)
-
-
-def _literal(node: ast.expr) -> Any:
-    """The list of numbers that an expression writes out, None if it is something else."""
-    repeated = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-    try:
-        if repeated:
-            return ast.literal_eval(node.left) * ast.literal_eval(node.right)
-        return ast.literal_eval(node)
-    except (TypeError, ValueError):
-        return None
-
-
-def _replace(path: Path, edits: list[tuple[ast.expr, str]]) -> None:
-    # Bytes, since columns are counted in them, and to keep the file's line ends.
-    lines = path.read_bytes().splitlines(keepends=True)
-    for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset))[::-1]:
-        before = lines[node.lineno - 1][: node.col_offset]
-        after = lines[node.end_lineno - 1][node.end_col_offset :]
-        lines[node.lineno - 1 : node.end_lineno] = [before + text.encode() + after]
-    path.write_bytes(b''.join(lines))

@@ -12,9 +12,10 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from mmprefetch.fields.classes import accepts_any, nearest, valid_fields
-from mmprefetch.fields.datasets import FieldSource, read_parts, split_dataloader, take_parts
-from mmprefetch.fields.resolve import merge_parts, resolve, reverses_channels, table
+from mmprefetch.fields.binding import table
+from mmprefetch.fields.classes import constructor_fields, nearest
+from mmprefetch.fields.datasets import FieldSource, read_parts, split_dataloader
+from mmprefetch.fields.resolve import resolve, resolve_parts
 
 KEY = 'train_dataloader.dataset'
 RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
@@ -94,6 +95,20 @@ def of_model(**fields):
     return FieldSource('model.data_preprocessor', fields)
 
 
+def take_parts(dataset):
+    """Part a dataset's config from the fields that are bound to it and those inside."""
+    remaining, parts = split_dataloader(dict(dataset=dataset), 'train_dataloader')
+    return remaining['dataset'], parts
+
+
+def valid_fields(cls):
+    return list(constructor_fields(cls)[0])
+
+
+def accepts_any(cls):
+    return constructor_fields(cls)[1]
+
+
 def keys(part):
     return [source.key for source in part.sources]
 
@@ -145,9 +160,9 @@ def test_nearest(name, expected):
 @pytest.mark.parametrize('kind', [dict, ConfigDict])
 def test_take_parts_removes_only_the_bound_fields(kind):
     cfg = kind(images(data_preprocessor=ZERO, metainfo=dict(classes=('b',)), pipeline=[]))
-    (part,) = take_parts(cfg, KEY)
+    cfg, (part,) = take_parts(cfg)
     assert cfg == images(metainfo=dict(classes=('b',)), pipeline=[])
-    assert (part.path, part.type_name, part.dataset_class) == (KEY, 'BindingImages', BindingImages)
+    assert (part.key, part.type_name, part.cls) == (KEY, 'BindingImages', BindingImages)
     assert part.sources == [FieldSource(f'{KEY}.data_preprocessor', ZERO)]
 
 
@@ -165,14 +180,14 @@ def test_take_parts_searches_wrappers_at_any_depth():
             ],
         ),
     )
-    first, second = take_parts(cfg, KEY)
+    cfg, (first, second) = take_parts(cfg)
     assert 'data_preprocessor' not in str(cfg)
     inner = f'{KEY}.dataset.datasets'
-    assert (first.path, second.path) == (f'{inner}.0', f'{inner}.1.dataset')
+    assert (first.key, second.key) == (f'{inner}.0', f'{inner}.1.dataset')
     outer = [f'{KEY}.data_preprocessor', f'{KEY}.dataset.data_preprocessor']
     assert keys(first) == [*outer, f'{inner}.0.data_preprocessor']
     assert keys(second) == [*outer, f'{inner}.1.data_preprocessor']
-    _, (one, two) = merge_parts('train', ImgDataPreprocessor, [], [first, first])
+    one, two = resolve_parts('train', ImgDataPreprocessor, [], [first, first])
     assert one.fields == two.fields == dict(pad_value=3)
     assert DATASETS.build(cfg).metainfo == dict(classes=('a',))
 
@@ -184,7 +199,7 @@ def test_take_parts_reads_metainfo_below_the_bound_fields():
         data_preprocessor=dict(pad_value=9),
         dataset=dict(type='DeclaringImages', metainfo=dict(preprocess=fields)),
     )
-    (part,) = take_parts(cfg, KEY)
+    cfg, (part,) = take_parts(cfg)
     assert keys(part) == [
         'DeclaringImages.METAINFO.preprocess',
         f'{KEY}.dataset.metainfo.preprocess',
@@ -200,7 +215,7 @@ def test_take_parts_reads_metainfo_below_the_bound_fields():
 @pytest.mark.parametrize('by_name', [True, False])
 def test_dataset_whose_constructor_names_the_key_keeps_it(cls, by_name):
     cfg = dict(type=cls.__name__ if by_name else cls, data_preprocessor=dict(ZERO))
-    (part,) = take_parts(cfg, KEY)
+    cfg, (part,) = take_parts(cfg)
     assert part.sources == [bound(**ZERO)]
     assert DATASETS.build(cfg).given == ZERO
 
@@ -208,7 +223,7 @@ def test_dataset_whose_constructor_names_the_key_keeps_it(cls, by_name):
 def test_dataset_whose_constructor_names_the_key_may_take_an_object_there():
     module = ImgDataPreprocessor()
     cfg = dict(type=TakingImages, data_preprocessor=module)
-    (part,) = take_parts(cfg, KEY)
+    cfg, (part,) = take_parts(cfg)
     assert part.sources == []
     assert cfg['data_preprocessor'] is module
 
@@ -216,26 +231,26 @@ def test_dataset_whose_constructor_names_the_key_may_take_an_object_there():
 @pytest.mark.parametrize('type_', ['NotRegistered', 'no_such_package.Images', None])
 def test_unresolvable_dataset_type_loses_the_key(type_):
     cfg = dict(type=type_, data_preprocessor=ZERO)
-    (part,) = take_parts(cfg, KEY)
+    cfg, (part,) = take_parts(cfg)
     assert cfg == dict(type=type_)
     assert part.sources == [bound(**ZERO)]
-    assert part.dataset_class is None
+    assert part.cls is None
 
 
 def test_one_config_object_at_two_places_binds_both():
     shared = images(data_preprocessor=ZERO)
-    parts = take_parts(dict(type='ConcatDataset', datasets=[shared, shared]), KEY)
+    _, parts = take_parts(dict(type='ConcatDataset', datasets=[shared, shared]))
     assert [part.sources[0].fields for part in parts] == [ZERO, ZERO]
 
 
 def test_other_values_under_a_wrapper_key_are_no_datasets():
     cfg = dict(type='BindingImages', dataset='refcoco', datasets=['a', 'b'], data_preprocessor=ZERO)
-    (part,) = take_parts(cfg, KEY)
-    assert part.path == KEY
+    cfg, (part,) = take_parts(cfg)
+    assert part.key == KEY
 
 
 def test_none_binds_nothing():
-    (part,) = take_parts(images(data_preprocessor=None), KEY)
+    _, (part,) = take_parts(images(data_preprocessor=None))
     assert part.sources == []
 
 
@@ -245,7 +260,7 @@ def test_fields_that_are_no_dict(value, place):
     outer, _, inner = place.partition('.')
     cfg = images(**{outer: {inner: value} if inner else value})
     with pytest.raises(TypeError) as error:
-        take_parts(dict(type='ConcatDataset', datasets=[cfg]), KEY)
+        take_parts(dict(type='ConcatDataset', datasets=[cfg]))
     assert f'{KEY}.datasets.0.{place}: expected a dict' in str(error.value)
     assert f'found {type(value).__name__}' in str(error.value)
     assert f'write {inner or outer}=dict(mean=' in str(error.value)
@@ -304,7 +319,7 @@ def test_read_parts_of_built_datasets():
     subset.data_preprocessor = dict(pad_value=9)
     parts = read_parts(subset)
     inner = 'dataset.dataset.datasets'
-    assert [part.path for part in parts] == [f'{inner}.{index}' for index in range(3)]
+    assert [part.key for part in parts] == [f'{inner}.{index}' for index in range(3)]
     assert keys(parts[0]) == ['DeclaringImages.METAINFO.preprocess', 'dataset.data_preprocessor']
     assert keys(parts[1]) == [
         'DeclaringImages.METAINFO.preprocess',
@@ -341,7 +356,7 @@ def test_dataloader_given_as_an_object():
     loader = DataLoader(dataset)
     same_loader, (part,) = split_dataloader(loader, 'test_dataloader')
     assert same_loader is loader
-    assert part.path == 'test_dataloader.dataset'
+    assert part.key == 'test_dataloader.dataset'
     assert part.sources[0].fields == DeclaringImages.METAINFO['preprocess']
 
 
@@ -361,8 +376,8 @@ def test_sliced_dataset_is_read_through():
 def test_built_dataset_inside_a_config():
     dataset = DeclaringImages()
     cfg = dict(type='RepeatDataset', dataset=dataset, data_preprocessor=dict(pad_value=3))
-    (part,) = take_parts(cfg, KEY)
-    assert part.path == f'{KEY}.dataset'
+    cfg, (part,) = take_parts(cfg)
+    assert part.key == f'{KEY}.dataset'
     assert [source.fields.get('pad_value') for source in part.sources] == [7, 3]
 
 
@@ -426,7 +441,7 @@ def test_channel_order_goes_by_the_name_that_the_class_has(cls, written, known, 
     binding = resolve('train', cls, [bound(**{written: value})])
     assert binding.fields == {known: value}
     assert binding.origin == {known: f'{KEY}.data_preprocessor'}
-    assert reverses_channels(cls, binding) is bool(value)
+    assert binding.reverses_channels is bool(value)
 
 
 @pytest.mark.parametrize('written', ['to_rgb', 'bgr_to_rgb', 'rgb_to_bgr'])
@@ -639,23 +654,21 @@ def test_one_number_where_the_default_of_the_class_is_one():
 
 def concatenated(*fields, **outer):
     datasets = [images(data_preprocessor=dict(each)) for each in fields]
-    return take_parts(dict(type='ConcatDataset', datasets=datasets, **outer), KEY)
+    return take_parts(dict(type='ConcatDataset', datasets=datasets, **outer))[1]
 
 
 def test_parts_may_differ_in_mean_std_and_channel_order():
     parts = concatenated(dict(RGB, bgr_to_rgb=True), dict(ZERO, rgb_to_bgr=False), {})
     model = [of_model(mean=[5.0], std=[6.0], pad_size_divisor=32)]
-    binding, of_parts = merge_parts('train', ImgDataPreprocessor, model, parts)
+    of_parts = resolve_parts('train', ImgDataPreprocessor, model, parts)
     assert [part.fields.get('mean') for part in of_parts] == [RGB['mean'], ZERO['mean'], [5.0]]
     assert [part.part for part in of_parts] == [f'{KEY}.datasets.{index}' for index in range(3)]
-    assert [reverses_channels(ImgDataPreprocessor, part) for part in of_parts] == [
+    assert [part.reverses_channels for part in of_parts] == [
         True,
         False,
         False,
     ]
     assert all(part.fields['pad_size_divisor'] == 32 for part in of_parts)
-    assert binding.fields == of_parts[0].fields
-    assert binding.part == ''
 
 
 @pytest.mark.parametrize(
@@ -669,7 +682,7 @@ def test_parts_may_differ_in_mean_std_and_channel_order():
 def test_parts_may_not_differ_in_other_fields(fields):
     name = next(iter(fields[0] or fields[1]))
     with pytest.raises(ValueError) as error:
-        merge_parts('train', ImgDataPreprocessor, [], concatenated(*fields))
+        resolve_parts('train', ImgDataPreprocessor, [], concatenated(*fields))
     message = str(error.value)
     last = len(fields) - 1
     default = dict(pad_value=0).get(name)
@@ -680,14 +693,8 @@ def test_parts_may_not_differ_in_other_fields(fields):
 
 def test_value_equal_to_the_default_is_no_difference():
     parts = concatenated(dict(pad_value=0), {})
-    _, (one, two) = merge_parts('train', ImgDataPreprocessor, [], parts)
+    one, two = resolve_parts('train', ImgDataPreprocessor, [], parts)
     assert (one.fields, two.fields) == (dict(pad_value=0), {})
-
-
-def test_no_parts():
-    binding, of_parts = merge_parts('test', ImgDataPreprocessor, [of_model(**RGB)], [])
-    assert binding.fields == RGB
-    assert of_parts == []
 
 
 @pytest.mark.parametrize(
@@ -702,10 +709,10 @@ def test_merged_images_can_not_be_normalised_by_sample(one, other, name):
     mixing = dict(type='MultiImageMixDataset', dataset=dict(type='ConcatDataset'))
     mixing['dataset']['datasets'] = [images(data_preprocessor=dict(f)) for f in (one, other)]
     cfg = dict(type='ConcatDataset', datasets=[images(data_preprocessor=ZERO), mixing])
-    parts = take_parts(cfg, KEY)
+    _, parts = take_parts(cfg)
     assert [part.mixed_by for part in parts] == [None, *[f'{KEY}.datasets.1'] * 2]
     with pytest.raises(ValueError, match='merges images of several samples') as error:
-        merge_parts('train', ImgDataPreprocessor, [], parts)
+        resolve_parts('train', ImgDataPreprocessor, [], parts)
     assert f"can't differ in {name}" in str(error.value)
     assert all(f'{KEY}.datasets.1.dataset.datasets.{index}' in str(error.value) for index in (0, 1))
 
@@ -718,7 +725,7 @@ def test_merged_images_normalised_alike():
         ),
     )
     outer = dict(type='ConcatDataset', datasets=[images(data_preprocessor=ZERO), mixing])
-    _, of_parts = merge_parts('train', ImgDataPreprocessor, [], take_parts(outer, KEY))
+    of_parts = resolve_parts('train', ImgDataPreprocessor, [], take_parts(outer)[1])
     assert [part.fields['mean'] for part in of_parts] == [ZERO['mean'], RGB['mean'], RGB['mean']]
 
 
@@ -727,7 +734,7 @@ def test_merged_images_normalised_alike():
 
 def test_table():
     parts = concatenated(dict(mean=(1, 2)), dict(mean=[3]))
-    _, of_parts = merge_parts('train', ImgDataPreprocessor, [of_model(std=[4])], parts)
+    of_parts = resolve_parts('train', ImgDataPreprocessor, [of_model(std=[4])], parts)
     val = resolve('val', ImgDataPreprocessor, [])
     assert table([*of_parts, val]).splitlines() == [
         'split                                        field  value                            from',

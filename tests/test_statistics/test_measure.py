@@ -16,14 +16,9 @@ from mmengine.dataset import BaseDataset
 from mmengine.registry import DATASETS
 
 import mmprefetch.demo  # noqa: F401
-from mmprefetch.statistics.measure import (
-    DatasetStatistics,
-    measure,
-    measure_split,
-    paste_place,
-    write,
-)
+from mmprefetch.statistics.measure import DatasetStatistics, measure, measure_split
 from mmprefetch.statistics.moments import Moments
+from mmprefetch.statistics.write import paste_place, write
 
 ROOT = Path(__file__).parents[2]
 SIZES = [(5, 7), (4, 4), (9, 3), (1, 1), (6, 8), (2, 5)]
@@ -402,7 +397,8 @@ def test_the_models_own_values_are_not_written_over(config_files):
 
 
 def test_values_that_hold_for_datasets_of_other_statistics(tmp_path):
-    (tmp_path / 'c.py').write_text('a = dict(mean=[1.0], std=[2.0])\n')
+    text = 'train_dataloader = dict(x=dict(mean=[{}], std=[{}]))\n'
+    (tmp_path / 'c.py').write_text(text.format(1.0, 2.0))
     fields = {
         name: dict(value=[value], key='train_dataloader.x', file=f'{tmp_path / "c.py"}:1')
         for name, value in dict(mean=1.0, std=2.0).items()
@@ -414,9 +410,9 @@ def test_values_that_hold_for_datasets_of_other_statistics(tmp_path):
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r'several datasets.*train_dataloader\.other'):
         write(results)
-    assert (tmp_path / 'c.py').read_text() == 'a = dict(mean=[1.0], std=[2.0])\n'
+    assert (tmp_path / 'c.py').read_text() == text.format(1.0, 2.0)
     assert write(results[:1]) == [f'{tmp_path / "c.py"}:1']
-    assert (tmp_path / 'c.py').read_text() == 'a = dict(mean=[3.0], std=[3.0])\n'
+    assert (tmp_path / 'c.py').read_text() == text.format(3.0, 3.0)
 
 
 # -- the tool -----------------------------------------------------------------------------------
