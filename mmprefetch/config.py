@@ -11,10 +11,16 @@ from mmengine.config import Config, ConfigDict
 from mmengine.logging import print_log
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 
-from .fields.sources import is_prefetch_loop, type_name_of
+from .fields.classes import type_name_of
+from .fields.sources import is_prefetch_loop
 
 PACKAGE = 'mmprefetch'
-TRAIN_LOOPS = {EpochBasedTrainLoop: 'max_epochs', IterBasedTrainLoop: 'max_iters'}
+# mmengine's own loops at each key, and what takes their place.
+STOCK_LOOPS = {
+    'train_cfg': ((EpochBasedTrainLoop, IterBasedTrainLoop), 'PrefetchLoop'),
+    'val_cfg': ((ValLoop,), 'PrefetchValLoop'),
+    'test_cfg': ((TestLoop,), 'PrefetchTestLoop'),
+}
 
 
 def enable_prefetch(cfg: Config, prefetch_depth: int = 2) -> Config:
@@ -49,14 +55,9 @@ def enable_prefetch(cfg: Config, prefetch_depth: int = 2) -> Config:
     modules = [modules] if isinstance(modules, str) else list(modules)
     if PACKAGE not in modules:
         cfg.custom_imports = ConfigDict({**imports, 'imports': [*modules, PACKAGE]})
-    for key, switch in (
-        ('train_cfg', _train_loop),
-        ('val_cfg', lambda loop: _evaluation_loop('val_cfg', loop, ValLoop)),
-        ('test_cfg', lambda loop: _evaluation_loop('test_cfg', loop, TestLoop)),
-    ):
+    for key, (stock, name) in STOCK_LOOPS.items():
         loop = cfg.get(key)
-        name = switch(loop) if isinstance(loop, dict) else None
-        if name is not None:
+        if isinstance(loop, dict) and _is_stock(key, loop, stock):
             kept = {k: v for k, v in dict.items(loop) if k not in ('type', 'by_epoch')}
             cfg[key] = ConfigDict({'type': name, **kept, 'prefetch_depth': prefetch_depth})
     return cfg
@@ -73,56 +74,42 @@ def check_depth(key: str, depth: Any) -> None:
         TypeError: It is not an int.
         ValueError: It is negative.
     """
+    advice = 'write a number of batches such as 2, or 0 for no look-ahead'
     if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(
-            f'{key}: expected an int, found {type(depth).__name__} {depth!r}; write a number of '
-            'batches such as 2, or 0 for no look-ahead'
-        )
+        found = type(depth).__name__
+        raise TypeError(f'{key}: expected an int, found {found} {depth!r}; {advice}')
     if depth < 0:
-        raise ValueError(
-            f'{key}: found {depth}; write a number of batches such as 2, or 0 for no look-ahead'
-        )
+        raise ValueError(f'{key}: found {depth}; {advice}')
 
 
-def _train_loop(loop: dict) -> str | None:
+def _is_stock(key: str, loop: dict, stock: tuple[type, ...]) -> bool:
+    """Whether a loop's config stands for one of mmengine's loops; warns of other packages' loops,
+    and checks what a training loop counts."""
     type_ = loop.get('type')
-    if type_ is None:
-        if 'by_epoch' not in loop:
-            return 'PrefetchLoop'
-        counted = 'max_epochs' if loop['by_epoch'] else 'max_iters'
-    else:
-        stock = [known for known in TRAIN_LOOPS if _is_stock(type_, known)]
-        if not stock:
-            _keep('train_cfg', loop)
-            return None
-        counted = TRAIN_LOOPS[stock[0]]
-    if counted not in loop:
-        other = 'max_iters' if counted == 'max_epochs' else 'max_epochs'
-        found = f'{other}={loop[other]}' if other in loop else 'neither of the two'
-        said = f'type={type_name_of(type_)!r}' if type_ else f'by_epoch={loop["by_epoch"]}'
-        raise ValueError(f'train_cfg: {said} needs {counted}, found {found}; write {counted}=...')
-    return 'PrefetchLoop'
+    named = next((known for known in stock if _names(type_, known)), None)
+    if type_ is not None and named is None:
+        if not is_prefetch_loop(loop):
+            print_log(
+                f'{key}: no prefetching counterpart of {type_name_of(type_)!r} is known, so the '
+                'loop stays as it is; mmprefetch.look_ahead(dataloader, preprocessor) gives a loop '
+                'of your own look-ahead',
+                logger='current',
+                level=logging.WARNING,
+            )
+        return False
+    if key == 'train_cfg' and (named or 'by_epoch' in loop):
+        by_epoch = loop['by_epoch'] if named is None else named is EpochBasedTrainLoop
+        counted, other = ('max_epochs', 'max_iters')[:: 1 if by_epoch else -1]
+        if counted not in loop:
+            said = f'type={type_name_of(type_)!r}' if named else f'by_epoch={by_epoch}'
+            found = f'{other}={loop[other]}' if other in loop else 'neither of the two'
+            raise ValueError(
+                f'train_cfg: {said} needs {counted}, found {found}; write {counted}=...'
+            )
+    return True
 
 
-def _evaluation_loop(key: str, loop: dict, stock: type) -> str | None:
-    if loop.get('type') is None or _is_stock(loop['type'], stock):
-        return f'Prefetch{stock.__name__}'
-    _keep(key, loop)
-    return None
-
-
-def _keep(key: str, loop: dict) -> None:
-    if not is_prefetch_loop(loop):
-        print_log(
-            f'{key}: no prefetching counterpart of {type_name_of(loop["type"])!r} is known, so the '
-            'loop stays as it is; mmprefetch.look_ahead(dataloader, preprocessor) gives a loop of '
-            'your own look-ahead',
-            logger='current',
-            level=logging.WARNING,
-        )
-
-
-def _is_stock(type_: Any, stock: type) -> bool:
+def _names(type_: Any, stock: type) -> bool:
     """Whether a type names one of mmengine's loops, not one of the same name elsewhere."""
     if not isinstance(type_, str):
         return type_ is stock

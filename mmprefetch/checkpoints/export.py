@@ -41,16 +41,12 @@ class Preprocessing(nn.Module):
         if isinstance(preprocessor, PrefetchDataPreprocessor):
             preprocessor = preprocessor.of_split(preprocessor.split)
         preprocessor = copy.deepcopy(preprocessor).to(example.device).eval()
-        order = reversal(example.shape[1]) if _attribute(preprocessor, REVERSING, False) else None
-        mean, std = (getattr(preprocessor, name, None) for name in ('mean', 'std'))
-        if mean is None or not getattr(preprocessor, '_enable_normalize', True):
-            mean, std = None, None
-        constants = dict(order=order, mean=mean, std=std)
-        for name, value in constants.items():
-            if name == 'order' and value is not None:
-                value = torch.tensor(value, device=example.device)
-            elif value is not None:
-                value = value.detach().clone().float().view(1, -1, 1, 1)
+        order = mean = std = None
+        if _attribute(preprocessor, REVERSING, False):
+            order = torch.tensor(reversal(example.shape[1]), device=example.device)
+        if getattr(preprocessor, '_enable_normalize', True):
+            mean, std = (_constant(preprocessor, name) for name in ('mean', 'std'))
+        for name, value in (('order', order), ('mean', mean), ('std', std)):
             self.register_buffer(name, value)
         divisor = _attribute(preprocessor, DIVISOR, None) or 1
         height, width = example.shape[-2:]
@@ -83,16 +79,15 @@ class Preprocessing(nn.Module):
             expected = wrapper(dict(inputs=list(example), data_samples=None))['inputs']
             ours = self(example)
         found = tuple(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
-        if found == tuple(ours.shape) and torch.allclose(
-            ours, expected.float(), rtol=TOLERANCE, atol=TOLERANCE
-        ):
-            return
-        raise ValueError(
-            f'preprocessor: {type(preprocessor).__name__} does more than reverse channels, '
-            f'normalise and pad to a divisor: what it makes of the example, {found}, is not what '
-            f'these steps make of it, {tuple(ours.shape)}. Export with one that does no more, '
-            "such as MODELS.build(dict(type='ImgDataPreprocessor', mean=[...], std=[...]))"
-        )
+        close = dict(rtol=TOLERANCE, atol=TOLERANCE)
+        if found != tuple(ours.shape) or not torch.allclose(ours, expected.float(), **close):
+            raise ValueError(
+                f'preprocessor: {type(preprocessor).__name__} does more than reverse channels, '
+                f'normalise and pad to a divisor: what it makes of the example, {found}, is not '
+                f'what these steps make of it, {tuple(ours.shape)}. Export with one that does no '
+                "more, such as MODELS.build(dict(type='ImgDataPreprocessor', mean=[...], "
+                'std=[...]))'
+            )
 
 
 class _Deployed(nn.Module):
@@ -169,6 +164,11 @@ def _export(deployed: nn.Module, example: Tensor, axes: dict | None) -> torch.on
             dynamo=True,
             verbose=False,
         )
+
+
+def _constant(preprocessor: nn.Module, name: str) -> Tensor | None:
+    value = getattr(preprocessor, name, None)
+    return None if value is None else value.detach().clone().float().view(1, -1, 1, 1)
 
 
 def _attribute(module: nn.Module, names: tuple[str, ...], default: object) -> object:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from mmengine.config import Config
 
 from .binding import REVERSAL, Binding, plain
@@ -109,11 +110,9 @@ def _wrong_values(cfg: Config, part: DatasetPart, binding: Binding) -> Iterator[
 
 def _imagenet_order(values: list, reference: tuple, tolerance: float) -> str | None:
     scale = 255 if all(abs(value) <= 1 for value in values) else 1
+    values = [value * scale for value in values]
     for order, expected in (('RGB', reference), ('BGR', reference[::-1])):
-        if len(values) == 3 and all(
-            abs(value * scale - known) <= tolerance
-            for value, known in zip(values, expected, strict=True)
-        ):
+        if len(values) == 3 and np.allclose(values, expected, rtol=0, atol=tolerance):
             return order
     return None
 

@@ -1,13 +1,14 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
 """Merge the preprocessor fields of several places field by field, and check what comes out."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-import torch
+import numpy as np
 
 from .binding import CHANNEL_ORDER, REVERSAL, Binding, plain
 from .classes import constructor_fields, nearest, type_name_of
@@ -117,11 +118,14 @@ def _translate(source: FieldSource, cls: Callable) -> dict:
     """Bring one place's fields to the names that the class knows, and check them."""
     names, takes_others = constructor_fields(cls)
     own = {name: value for name, value in source.fields.items() if name not in NOT_FIELDS}
-    if {'to_rgb', 'bgr_to_rgb'} <= own.keys() and bool(own['to_rgb']) != bool(own['bgr_to_rgb']):
-        raise _disagreement(source, 'to_rgb', 'bgr_to_rgb')
-    for forward in ('to_rgb', 'bgr_to_rgb'):
-        if own.get(forward) and own.get('rgb_to_bgr'):
-            raise _disagreement(source, forward, 'rgb_to_bgr')
+    for one, other in itertools.combinations([name for name in CHANNEL_ORDER if name in own], 2):
+        # `rgb_to_bgr` is another direction, the first two names are for the same one.
+        both, differ = own[one] and own[other], bool(own[one]) != bool(own[other])
+        if both if other == 'rgb_to_bgr' else differ:
+            raise ValueError(
+                f'{source.key}: {one}={own[one]!r} and {other}={own[other]!r} contradict each '
+                'other; write only one of them'
+            )
     for known, alias in (('to_rgb', 'bgr_to_rgb'), ('bgr_to_rgb', 'to_rgb')):
         if known in names and alias not in names and alias in own:
             own[known] = own.pop(alias)
@@ -145,13 +149,6 @@ def _check_named(source: FieldSource, cls: Callable) -> None:
                 f'{source.key}: {key}={named!r}, but the model preprocesses with {own}; leave '
                 f'{key} out, and name the class in model.data_preprocessor'
             )
-
-
-def _disagreement(source: FieldSource, one: str, other: str) -> ValueError:
-    return ValueError(
-        f'{source.key}: {one}={source.fields[one]!r} and {other}={source.fields[other]!r} '
-        'contradict each other; write only one of them'
-    )
 
 
 def _check_statistics(binding: Binding) -> None:
@@ -190,7 +187,7 @@ def _check_pair(mean: str, std: str, binding: Binding) -> None:
             f"in the {binding.split} split: write one value for each of the image's channels in "
             'both'
         )
-    if not all(torch.tensor(list(map(float, stds)), dtype=torch.float32)):
+    if not np.all(np.float32(stds)):
         raise ValueError(
             f'{origins[1]}: {std}={stds} holds a zero in float32, by which images would be '
             'divided; write 1 for a channel that is not to be scaled'
@@ -204,17 +201,14 @@ def _numbers(name: str, binding: Binding) -> list | None:
     # A class whose own default is a single number takes one.
     if _is_number(value) and _is_number(constructor_fields(binding.cls)[0].get(name)):
         value = [value]
+    said = f'{binding.origin.get(name, "default")}: {name}={value!r}'
     if not isinstance(value, list) or not value or not all(map(_is_number, value)):
         raise ValueError(
-            f'{binding.origin.get(name, "default")}: {name}={value!r} is not a sequence of '
-            f"numbers; write a list with one number for each of the image's channels, such as "
-            f'{name}=[127.5, 127.5, 127.5]'
+            f'{said} is not a sequence of numbers; write a list with one number for each of the '
+            f"image's channels, such as {name}=[127.5, 127.5, 127.5]"
         )
     if not all(map(math.isfinite, value)):
-        raise ValueError(
-            f'{binding.origin.get(name, "default")}: {name}={value} holds a value that is not '
-            'finite; write finite numbers'
-        )
+        raise ValueError(f'{said} holds a value that is not finite; write finite numbers')
     return value
 
 

@@ -165,9 +165,7 @@ def measure(dataset: Any, max_images: int | None = None, workers: int = 0) -> Da
     count = length if max_images is None else min(max_images, length)
     indices = [number * length // count for number in range(count)]
     # One image at a time, and in order: what is merged doesn't depend on the number of workers.
-    loader = DataLoader(
-        _Images(dataset, indices), batch_size=None, num_workers=workers, collate_fn=_as_it_is
-    )
+    loader = DataLoader(_Images(dataset, indices), batch_size=None, num_workers=workers)
     result = DatasetStatistics('dataset', type(dataset).__name__)
     for name, moments, said in track_iter_progress((loader, count), file=sys.stderr):
         if moments is None:
@@ -189,13 +187,12 @@ class _Images(Dataset):
     def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
         self.indices = indices
         self.dataset = dataset
-        self.steps: list | None = None
-        pipeline = getattr(dataset, 'pipeline', None)
-        if pipeline is not None:
-            steps = getattr(pipeline, 'transforms', pipeline)
+        self.pipeline = getattr(dataset, 'pipeline', None)
+        if self.pipeline is not None:
+            steps = getattr(self.pipeline, 'transforms', self.pipeline)
+            self.pipeline = Compose([step for step in steps if _loads_images(step)])
             self.dataset = copy.copy(dataset)
-            self.steps = [step for step in steps if _loads_images(step)]
-            self.dataset.pipeline = Compose(self.steps)
+            self.dataset.pipeline = self.pipeline
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -205,11 +202,11 @@ class _Images(Dataset):
         name = f'item {index}'
         # Whatever a reader raises, the image is named and the others are measured.
         try:
-            if self.steps is not None and hasattr(self.dataset, 'get_data_info'):
+            if self.pipeline is not None and hasattr(self.dataset, 'get_data_info'):
                 # Not the dataset's own item: it may put another in place of a broken one.
                 item = self.dataset.get_data_info(index)
                 name = str(item.get('img_path', name))
-                item = self.dataset.pipeline(item)
+                item = self.pipeline(item)
             else:
                 item = self.dataset[index]
             image = _image(item)
@@ -227,10 +224,10 @@ def _image(item: Any) -> np.ndarray:
     """The image of an item, channels first."""
     if item is None:
         raise ValueError('the loading steps of the pipeline gave nothing')
-    found = [item[key] for key in ('img', 'inputs') if key in item]
-    if not found:
+    key = next((key for key in ('img', 'inputs') if key in item), None)
+    if key is None:
         raise ValueError(f"the item holds neither 'img' nor 'inputs', only {sorted(item)}")
-    image = found[0]
+    image = item[key]
     if isinstance(image, torch.Tensor):
         return image.numpy()
     image = np.asarray(image)
@@ -250,7 +247,3 @@ def _build(dataloader: Any, names: Sequence[str]) -> Any:
         return node
     scoped = node if scope is None else {'_scope_': scope, **node}
     return DATASETS.build(scoped)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
