@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -143,27 +144,23 @@ def to_onnx(model: nn.Module, preprocessor: nn.Module, example: Tensor, path: st
     deployed = _Deployed(model, Preprocessing(preprocessor, example)).eval()
     # torch takes a size of one for a constant.
     several = example if len(example) > 1 else example.expand(2, -1, -1, -1).contiguous()
-    try:
-        program, any_size = _export(deployed, several, {0: 'batch'}), True
-    except torch.onnx.OnnxExporterError:
-        # The model's code may depend on the size of the batch; any other reason shows again here.
-        program, any_size = _export(deployed, example, None), False
+    export = partial(
+        torch.onnx.export,
+        deployed,
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamo=True,
+        verbose=False,
+    )
+    with torch.no_grad():
+        try:
+            program, any_size = export((several,), dynamic_shapes={INPUT: {0: 'batch'}}), True
+        except torch.onnx.OnnxExporterError:
+            # The model's code may depend on the size of the batch; any other reason shows again.
+            program, any_size = export((example,)), False
     size = sum(value.nbytes for value in deployed.state_dict().values())
     program.save(str(path), external_data=size > LARGEST_FILE)
     return any_size
-
-
-def _export(deployed: nn.Module, example: Tensor, axes: dict | None) -> torch.onnx.ONNXProgram:
-    with torch.no_grad():
-        return torch.onnx.export(
-            deployed,
-            (example,),
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            dynamic_shapes=None if axes is None else {INPUT: axes},
-            dynamo=True,
-            verbose=False,
-        )
 
 
 def _constant(preprocessor: nn.Module, name: str) -> Tensor | None:

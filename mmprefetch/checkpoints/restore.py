@@ -88,24 +88,23 @@ def read_record(checkpoint: str | Path | Mapping, split: str = 'test') -> tuple[
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: write 'test', 'val' or 'train'")
     records = _records(checkpoint)
-    for candidate in SPLITS[SPLITS.index(split) :]:
-        if candidate in records:
-            if candidate != split:
-                print_log(
-                    f'The checkpoint has no record of the {split} split; the preprocessing of its '
-                    f'{candidate} split is taken.',
-                    logger='current',
-                    level=logging.WARNING,
-                )
-            return candidate, dict(records[candidate])
-    found = f'only that of {", ".join(records)}' if records else 'none'
-    raise ValueError(
-        f"checkpoint['meta']['{RECORD_KEY}'] should hold the preprocessing of the {split} split, "
-        f'found {found}. PrefetchHook writes it: save the checkpoint again from a run with the '
-        "loops of mmprefetch (`train_cfg=dict(type='PrefetchLoop', ...)`), or build the "
-        "preprocessor from a config of your own (`MODELS.build(dict(type='ImgDataPreprocessor', "
-        'mean=[...], std=[...]))`)'
-    )
+    taken = next((name for name in SPLITS[SPLITS.index(split) :] if name in records), None)
+    if taken is None:
+        found = f'only that of {", ".join(records)}' if records else 'none'
+        raise ValueError(
+            f"checkpoint['meta']['{RECORD_KEY}'] should hold the preprocessing of the {split} "
+            f'split, found {found}. PrefetchHook writes it: save the checkpoint again from a run '
+            "with the loops of mmprefetch (`train_cfg=dict(type='PrefetchLoop', ...)`), or build "
+            'the preprocessor from a config of your own '
+            "(`MODELS.build(dict(type='ImgDataPreprocessor', mean=[...], std=[...]))`)"
+        )
+    if taken != split:
+        _say(
+            f'The checkpoint has no record of the {split} split; the preprocessing of its {taken} '
+            'split is taken.',
+            logging.WARNING,
+        )
+    return taken, dict(records[taken])
 
 
 def type_name(cls: type[nn.Module]) -> str:
@@ -189,10 +188,7 @@ def choose_preprocessing(
             "`model.data_preprocessor=dict(type='PrefetchDataPreprocessor')` in the config"
         )
     if source == CONFIG and not _records(checkpoint):
-        print_log(
-            f'The {split} split is preprocessed as the config says; the checkpoint says nothing.',
-            logger='current',
-        )
+        _say(f'The {split} split is preprocessed as the config says; the checkpoint says nothing.')
         return {}
     recorded_split, record = read_record(checkpoint, split)
     ours = preprocessor.bindings[split]
@@ -219,8 +215,7 @@ def choose_preprocessing(
     if REVERSAL in found:
         name = 'to_rgb' if 'to_rgb' in constructor_fields(ours.cls)[0] else 'bgr_to_rgb'
         found[name] = found.pop(REVERSAL)
-    level = logging.WARNING if found else logging.INFO
-    print_log(describe(split, found, source), logger='current', level=level)
+    _say(describe(split, found, source), logging.WARNING if found else logging.INFO)
     return found
 
 
@@ -229,14 +224,17 @@ def _compare_parts(split: str, ours: Binding, record: Mapping) -> None:
     said = [part.fields for part in ours.parts] or [ours.fields]
     recorded = list(record.get(PARTS_KEY, {}).values()) or [_fields(record)]
     if same(said, recorded):
-        text, level = 'the config and the checkpoint say.', logging.INFO
+        _say(f'The {split} split is preprocessed as the config and the checkpoint say.')
     else:
-        text = (
-            f'the config says, dataset by dataset: {said}. The checkpoint says something else: '
-            f'{recorded}.'
+        _say(
+            f'The {split} split is preprocessed as the config says, dataset by dataset: {said}. '
+            f'The checkpoint says something else: {recorded}.',
+            logging.WARNING,
         )
-        level = logging.WARNING
-    print_log(f'The {split} split is preprocessed as {text}', logger='current', level=level)
+
+
+def _say(message: str, level: int = logging.INFO) -> None:
+    print_log(message, logger='current', level=level)
 
 
 def _attached(runner: Any, split: str) -> PrefetchDataPreprocessor | None:
@@ -272,10 +270,8 @@ def _fields(record: Mapping) -> dict:
 
 
 def _find(name: str) -> type[nn.Module]:
-    cls = find_class(MODELS, name)
-    if cls is None:
-        known = (registry.module_dict.get(name) for registry in _tree(MODELS))
-        cls = next(filter(None, known), None)
+    known = (registry.module_dict.get(name) for registry in _tree(MODELS))
+    cls = find_class(MODELS, name) or next(filter(None, known), None)
     # The name comes from a file: it must not get any other callable called.
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         found = 'is not registered here' if cls is None else 'is not a module of torch'

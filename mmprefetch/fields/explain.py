@@ -51,23 +51,7 @@ def explain(cfg: Config, options: Iterable[str] = ()) -> dict:
                 bindings = resolve_parts(split, cls, sources, parts)
                 found[split] = list(zip(parts, bindings, strict=True))
     file, options = ConfigFile(cfg.filename) if cfg.filename else None, tuple(options)
-    splits = {}
-    for split, bound in found.items():
-        groups: list[dict] = []
-        for part, binding in bound:
-            place = partial(_place, part=part, file=file, options=options)
-            fields = {
-                name: dict(
-                    value=plain(value),
-                    **place(binding.origin[name], name),
-                    overrides=_overrides(binding, name, place),
-                )
-                for name, value in binding.fields.items()
-            }
-            if not groups or groups[-1]['fields'] != fields:
-                groups.append(dict(datasets=[], fields=fields))
-            groups[-1]['datasets'].append(dict(key=part.key, type=part.type_name))
-        splits[split] = groups
+    splits = {split: _groups(bound, file, options) for split, bound in found.items()}
     return dict(
         config=cfg.filename,
         preprocessor=cls.__name__,
@@ -103,6 +87,25 @@ def render(report: dict) -> str:
                     )
     lines += ['', 'warnings:' if report['warnings'] else 'warnings: none']
     return '\n'.join([*lines, *(f'  - {warning}' for warning in report['warnings'])])
+
+
+def _groups(bound: list, file: ConfigFile | None, options: tuple[str, ...]) -> list[dict]:
+    """Write down the fields of each dataset of a split, once for neighbours that have the same."""
+    groups: list[dict] = []
+    for part, binding in bound:
+        place = partial(_place, part=part, file=file, options=options)
+        fields = {
+            name: dict(
+                value=plain(value),
+                **place(binding.origin[name], name),
+                overrides=_overrides(binding, name, place),
+            )
+            for name, value in binding.fields.items()
+        }
+        if not groups or groups[-1]['fields'] != fields:
+            groups.append(dict(datasets=[], fields=fields))
+        groups[-1]['datasets'].append(dict(key=part.key, type=part.type_name))
+    return groups
 
 
 def _place(
@@ -157,14 +160,14 @@ def _preprocessor(cfg: Config) -> tuple[type, list]:
 def _type_by_model(cfg: Config) -> str | None:
     """The preprocessor that a model's constructor fills in where the config names none."""
     model = cfg.get('model')
-    cls = None
-    if isinstance(model, dict):
-        cls = find_class(MODELS, model.get('type'), model.get('_scope_'))
+    if not isinstance(model, dict):
+        return None
+    cls = find_class(MODELS, model.get('type'), model.get('_scope_'))
     for base in getattr(cls, '__mro__', ()):
-        if '__init__' in vars(base) and base.__module__ != 'builtins':
-            source = inspect.getsource(base.__init__)
+        if inspect.isfunction(vars(base).get('__init__')):
             filled_in = re.search(
-                r"""data_preprocessor\.setdefault\(\s*['"]type['"],\s*['"]([\w.]+)['"]""", source
+                r"""data_preprocessor\.setdefault\(\s*['"]type['"],\s*['"]([\w.]+)['"]""",
+                inspect.getsource(base.__init__),
             )
             if filled_in:
                 return filled_in.group(1)

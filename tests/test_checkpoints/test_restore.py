@@ -301,6 +301,14 @@ def test_what_was_loaded_will_do_and_the_loop_may_be_built(tmp_path, trained):
     assert choose_preprocessing(runner, checkpoint, source='config') == {}
 
 
+def test_another_class_is_shown_even_where_it_is_not_installed(tmp_path):
+    runner = Runner.from_cfg(config(tmp_path))
+    record = dict(type='theirs.Preprocessor', **OTHER, pad_size_divisor=8)
+    assert choose_preprocessing(runner, checkpoint_of(test=record)) == dict(
+        type=('ImgDataPreprocessor', 'Preprocessor'), pad_size_divisor=(4, 8)
+    )
+
+
 def test_without_a_record(tmp_path):
     runner = Runner.from_cfg(config(tmp_path))
     assert choose_preprocessing(runner, dict(meta={}), source='config') == {}
