@@ -28,27 +28,14 @@ _VALUE_DTYPES = (
 
 
 def _known_method(owner: Any, name: str) -> Callable:
-    """Stand in for ``getattr`` while a checkpoint is read.
-
-    Allowing the real ``getattr`` would let a crafted file reach any attribute of any allowed
-    object. This one gives out the methods listed above and nothing else.
-
-    Args:
-        owner (Any): The object whose attribute the checkpoint asks for.
-        name (str): The attribute's name.
-
-    Returns:
-        Callable: The method.
-
-    Raises:
-        UnpicklingError: If anything but those methods is asked for.
-    """
+    """Stand in for ``getattr`` while a checkpoint is read: with the real one, a crafted file could
+    reach any attribute of any allowed object. This gives out the methods above and nothing else."""
     for known, names in _METHODS.items():
         if owner is known and name in names:
             return getattr(known, name)
     raise UnpicklingError(
         f'the checkpoint asks for attribute {name!r} of {owner!r}, which no checkpoint of mmengine '
-        f'does; it is not loaded'
+        'does; it is not loaded'
     )
 
 

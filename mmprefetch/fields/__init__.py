@@ -2,6 +2,7 @@
 """Which preprocessor fields count for a split, and where each came from.
 
 :mod:`.sources` reads the levels of a config, :mod:`.datasets` the fields that stand at the datasets
-of a split, and :mod:`.resolve` merges both field by field. :mod:`.explain` shows what comes out,
-with the file and line that :mod:`.locate` finds.
+of a split, and :mod:`.resolve` merges both field by field into a :mod:`.binding`. :mod:`.explain`
+shows what comes out, with the file and line that :mod:`.locate` finds, and the likely
+:mod:`.mistakes`.
 """
