@@ -64,7 +64,7 @@ def _unread(cfg: Config, sources: list[FieldSource], found: Found) -> Iterator[s
 
 
 def _differing_splits(found: Found) -> Iterator[str]:
-    first = {split: bound[0][1] for split, bound in found.items()}
+    first = {split: bound[0][1] for split, bound in found.items() if bound}
     train = first.pop('train', None)
     for split, other in first.items() if train else ():
         for name, values in train.differences(other).items():
