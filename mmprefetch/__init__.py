@@ -13,6 +13,7 @@ from .checkpoints.restore import load_preprocessor
 from .checkpoints.safe_loading import allow_checkpoint_types
 from .config import enable_prefetch
 from .data_preprocessor import PrefetchDataPreprocessor
+from .deploy_config import deploy_config
 from .hooks import PrefetchHook
 from .loops import (
     PrefetchEpochBasedTrainLoop,
@@ -35,6 +36,7 @@ __all__ = [
     'PrefetchTestLoop',
     'PrefetchValLoop',
     '__version__',
+    'deploy_config',
     'enable_prefetch',
     'load_preprocessor',
     'look_ahead',

@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from .engine import Call, Preparation, Runtime, ThreadModes, Ticket
-from .engine.mixed import PartConstants, SampleConstants
+from .engine.mixed import PartConstants
 from .families import Family, announce, family_of, family_of_module, with_samples
 from .fields.classes import find_class, nearest, preprocessor_names
 from .fields.datasets import FieldSource
@@ -47,7 +47,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
     """
 
     _OWN = WrappingPreprocessor._OWN | {
-        *('fields', 'opted_in', 'prefetch_safe', 'bindings', 'runtime', '_mixed')
+        *('fields', 'opted_in', 'prefetch_safe', 'bindings', 'runtime', '_mixed', '_refused')
     }
 
     def __init__(
@@ -82,6 +82,7 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         self.bindings: dict[str, Any] = {}
         self.runtime = Runtime()
         self._mixed: dict[str, PartConstants] = {}
+        self._refused: dict[str, str] = {}
         self._wrap(wrapped)
         if not prefetch_safe:
             announce(wrapped)
@@ -105,6 +106,15 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
             constants (PartConstants): What each of the split's datasets says.
         """
         self._mixed[split] = constants
+
+    def refuse(self, split: str, reason: str) -> None:
+        """Let a call while a split runs be an error.
+
+        Args:
+            split (str): 'train', 'val' or 'test'.
+            reason (str): What the error says.
+        """
+        self._refused[split] = reason
 
     def effective(self, split: str | None) -> tuple[nn.Module, Family]:
         """The effective preprocessor of a split, and what is known of it.
@@ -145,17 +155,14 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         """
         return Preparation(self, split)
 
-    def samples_of(self, split: str, parts: list[int]) -> SampleConstants:
+    def look_up_samples(self, ticket: Ticket) -> None:
         """Of a mixed dataset, look up what the samples of a batch are normalised with.
 
         Args:
-            split (str): 'train', 'val' or 'test'.
-            parts (list[int]): The part that each sample is from.
-
-        Returns:
-            SampleConstants: In the order of the samples.
+            ticket (Ticket): Of the batch; those of other datasets stay as they are.
         """
-        return self._mixed[split].of(parts)
+        if ticket.parts is not None and ticket.split in self._mixed:
+            ticket.samples = self._mixed[ticket.split].of(ticket.parts)
 
     def expect(self, ticket: Ticket) -> None:
         """Note that a batch is handed out, so that the model may ask for it.
@@ -163,6 +170,8 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         Args:
             ticket (Ticket): Of the batch.
         """
+        if ticket.work is None:
+            self.look_up_samples(ticket)
         self.runtime.due.append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -197,6 +206,8 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         if ticket is not None:
             return self._collect(ticket, data, training)
         split = self._split_now(training)
+        if split in self._refused:
+            raise ValueError(self._refused[split])
         if split in self._mixed:
             raise ValueError(
                 f'{split}_dataloader holds datasets that differ in mean, std or channel order, '

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from .checkpoints.restore import PARTS_KEY, RECORD_KEY, type_name
 from .data_preprocessor import PrefetchDataPreprocessor
+from .deploy_config import deploy_config
 from .fields.binding import Binding, table
 
 
@@ -37,6 +40,24 @@ class PrefetchHook(Hook):
                 for shown in (binding.parts or [binding])
             ]
             runner.logger.info(f'Preprocessing of each split:\n{table(bindings)}')
+
+        if is_main_process():
+            self._write_deploy_config(runner)
+
+    @staticmethod
+    def _write_deploy_config(runner: Any) -> None:
+        """Write a config that stands alone, beside the one that mmengine writes."""
+        cfg = runner.cfg
+        splits = [split for split in ('test', 'val', 'train') if cfg.get(f'{split}_dataloader')]
+        if not splits or not isinstance(cfg.get('model'), dict):
+            return
+        name = Path(cfg.filename).stem if cfg.filename else runner.timestamp
+        try:
+            made = deploy_config(cfg, splits[0])
+        except ValueError as error:
+            runner.logger.info(f'No config for deployment is written: {error}')
+            return
+        made.dump(str(Path(runner.work_dir) / f'{name}_deploy.py'))
 
     def before_train(self, runner: Any) -> None:
         """Batches that nobody began belong to the training split from here on."""
@@ -76,15 +97,19 @@ class PrefetchHook(Hook):
             }
 
     def _enter(self, runner: Any, split: str) -> None:
-        preprocessor = find_preprocessor(runner)
-        if preprocessor is not None:
-            self._splits.append(preprocessor.split)
-            preprocessor.split = split
+        self._splits.append(split)
+        self._tell(runner, split)
 
     def _leave(self, runner: Any) -> None:
-        preprocessor = find_preprocessor(runner)
-        if preprocessor is not None and self._splits:
-            preprocessor.split = self._splits.pop()
+        if self._splits:
+            self._splits.pop()
+        self._tell(runner, self._splits[-1] if self._splits else None)
+
+    @staticmethod
+    def _tell(runner: Any, split: str | None) -> None:
+        for module in runner.model.modules():
+            if isinstance(module, PrefetchDataPreprocessor):
+                module.split = split
 
 
 def _parts(binding: Binding) -> dict:

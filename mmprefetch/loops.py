@@ -12,7 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, V
 from mmengine.runner.base_loop import BaseLoop
 from torch.utils.data import DataLoader
 
-from .attach import attach
+from .attach import attachment_of
 from .config import check_depth
 from .engine import LookAheadLoader
 from .fields.classes import nearest
@@ -58,18 +58,20 @@ class _LookAheadLoop:
                 f'{self._split}_cfg.loader_thread must be True, False or None, got '
                 f'{loader_thread!r}.'
             )
-        preprocessor, dataloader = attach(runner, self._split, dataloader)
-        BaseLoop.__init__(self, runner, dataloader)
+        attachment = attachment_of(runner)
+        BaseLoop.__init__(self, runner, attachment.take_fields(self._split, dataloader))
         self._refuse_empty()
         put_first(runner)
         loader = LookAheadLoader(
             self.dataloader,
-            preprocessor,
+            None,
             self._split,
             prefetch_depth,
             loader_thread,
-            mixed=preprocessor is not None and preprocessor.is_mixed(self._split),
+            mixed=attachment.may_be_mixed(self._split),
         )
+        if attachment.model_is_built:
+            loader.connect(attachment.bind())
         if prefetch_depth and loader_thread is None and not loader.looks_ahead:
             print_log(
                 f'{self._split}_dataloader has no worker processes, so there is no look-ahead: '
@@ -82,6 +84,8 @@ class _LookAheadLoop:
     def run(self) -> Any:
         """Run the loop of mmengine; end the look-ahead for whatever reason it ends."""
         put_first(self.runner)
+        # Some runners build their model after their loops, or wrap it anew.
+        self.dataloader.connect(attachment_of(self.runner).bind())
         try:
             return super().run()
         finally:

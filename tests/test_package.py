@@ -66,6 +66,7 @@ def test_public_names():
         'PrefetchTestLoop',
         'PrefetchValLoop',
         '__version__',
+        'deploy_config',
         'enable_prefetch',
         'load_preprocessor',
         'look_ahead',

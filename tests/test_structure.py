@@ -7,7 +7,7 @@ from pathlib import Path
 import mmprefetch
 
 ROOT = Path(mmprefetch.__file__).parent
-LAYERS = ['version', 'elements', 'ops', 'fields', 'config', 'families', 'engine', 'wrapping',
+LAYERS = ['version', 'elements', 'ops', 'fields', 'config', 'deploy_config', 'families', 'engine', 'wrapping',
           'data_preprocessor', 'own_loops', 'attach', 'checkpoints', 'statistics', 'hooks',
           'loops', '__init__', 'demo']  # fmt: skip
 

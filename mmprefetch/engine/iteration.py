@@ -21,9 +21,6 @@ class Preprocessor(Protocol):
     def preparation(self, split: str) -> Begins:
         """Make what begins work in the loader thread."""
 
-    def samples_of(self, split: str, parts: list[int]) -> Any:
-        """Of a mixed dataset, look up what the samples of a batch are normalised with."""
-
     def expect(self, ticket: Ticket) -> None:
         """Note that a batch is handed out, so that the model may ask for it."""
 
@@ -48,12 +45,11 @@ class Pass:
         self._loader = loader
         self._iterator = iterator
         self._depth = depth
-        self._preprocessor = loader._preprocessor
         self._load = functools.partial(
             _load,
             iterator,
             loader._split,
-            loader._preprocessor if loader._tagged is not None else None,
+            loader._tagged is not None,
             getattr(loader._dataloader, 'state_dict', None),
         )
         self._thread: LoaderThread | None = None
@@ -76,6 +72,11 @@ class Pass:
         """Any: What the dataloader's ``state_dict`` was when the batch in use had been loaded."""
         return None if self._due is None else self._due.position
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__') or '_iterator' not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)  # some loops skip samples through it
+
     def __iter__(self) -> Pass:
         return self
 
@@ -94,11 +95,17 @@ class Pass:
             self._thread = None
             self.ended = self._exhausted = isinstance(ticket.error, StopIteration)
             raise explain_worker_death(ticket.error, self._iterator)
-        # Weak, since the preprocessor holds the ticket: a pass ends when nobody iterates over it.
-        ticket.on_claim = functools.partial(_start, weakref.ref(self))
-        self._preprocessor.expect(ticket)
+        if self._preprocessor is not None:
+            # Weak, since the preprocessor holds the ticket: a pass ends when nobody iterates over
+            # it any more.
+            ticket.on_claim = functools.partial(_start, weakref.ref(self))
+            self._preprocessor.expect(ticket)
         self._due = ticket
         return ticket.batch
+
+    @property
+    def _preprocessor(self) -> Preprocessor | None:
+        return self._loader._preprocessor
 
     def start(self) -> None:
         """Start to look ahead: the model asks for the batches of this pass."""
@@ -116,7 +123,7 @@ class Pass:
         """Forget the batch handed out last; see whether the model has asked for it. Returns what
         is left of it to be freed."""
         ticket, self._due = self._due, None
-        if ticket is None:
+        if ticket is None or ticket.on_claim is None:
             return None
         self._preprocessor.withdraw(ticket)
         if self._depth and not self._loader.note_claim(ticket.claimed) and self._thread is not None:
@@ -180,17 +187,14 @@ def _start(current: Callable[[], Pass | None]) -> None:
 
 
 def _load(
-    iterator: Iterator,
-    split: str,
-    preprocessor: Preprocessor | None,
-    position: Callable[[], Any] | None,
+    iterator: Iterator, split: str, tagged: bool, position: Callable[[], Any] | None
 ) -> Ticket:
     """Load the next batch.
 
     Args:
         iterator (Iterator): The dataloader's own.
         split (str): 'train', 'val' or 'test'.
-        preprocessor (Preprocessor | None): Of a mixed dataset, knows the parts' constants.
+        tagged (bool): Whether the parts of a mixed dataset come with each batch.
         position (Callable | None): Tells the position of a dataloader that has one.
 
     Returns:
@@ -200,10 +204,7 @@ def _load(
         batch = next(iterator)
     except BaseException as error:
         return Ticket(None, split, error=error)
-    if preprocessor is None:
-        ticket = Ticket(batch, split)
-    else:
-        ticket = Ticket(batch.batch, split, preprocessor.samples_of(split, batch.parts))
+    ticket = Ticket(batch.batch, split, batch.parts) if tagged else Ticket(batch, split)
     if position is not None:
         ticket.position = position()
     return ticket

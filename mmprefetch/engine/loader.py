@@ -28,12 +28,13 @@ class LookAheadLoader:
 
     Args:
         dataloader (Iterable): Usually a :class:`torch.utils.data.DataLoader`.
-        preprocessor (Preprocessor | None): Begins work on batches. None: nothing to begin.
+        preprocessor (Preprocessor | None): Begins work on batches. None: it is given by
+            :meth:`connect`; without any, batches are handed out as they come.
         split (str): 'train', 'val' or 'test', whose effective preprocessor is used.
         depth (int): Batches in flight ahead of the one handed out; 0 turns look-ahead off.
         loader_thread (bool | None): Whether to load in a thread. None: where the dataloader has
             worker processes.
-        mixed (bool): Whether its datasets differ in what their samples are normalised with.
+        mixed (bool): Whether its datasets may differ in what their samples are normalised with.
     """
 
     _OWN = frozenset({'_dataloader', '_preprocessor', '_split', '_depth', '_tagged', '_leading',
@@ -53,7 +54,7 @@ class LookAheadLoader:
         self._split = split
         if loader_thread is None:
             loader_thread = getattr(dataloader, 'num_workers', 0) > 0
-        self._depth = depth if loader_thread and preprocessor is not None else 0
+        self._depth = depth if loader_thread else 0
         self._tagged = TaggedLoader(dataloader, split) if mixed else None
         # Whoever iterates keeps the pass alive; when it is dropped, it ends by itself.
         self._leading: Callable[[], Pass | None] = _no_pass
@@ -101,9 +102,17 @@ class LookAheadLoader:
             self._leading = weakref.ref(made)
         return made
 
+    def connect(self, preprocessor: Preprocessor | None) -> None:
+        """Give the preprocessor that begins work.
+
+        Args:
+            preprocessor (Preprocessor | None): None: the model has none, nothing can be begun.
+        """
+        self._preprocessor = preprocessor
+
     @property
     def looks_ahead(self) -> bool:
-        """bool: Whether batches are prepared ahead."""
+        """bool: Whether batches are prepared ahead, as far as the model asks for them."""
         return self._depth > 0
 
     def _position(self) -> Any:

@@ -50,6 +50,7 @@ class Preparation:
             ticket (Ticket): Of a batch that was just loaded.
         """
         try:
+            self._preprocessor.look_up_samples(ticket)
             module, family = self._preprocessor.effective(self._split)
             call = self._preprocessor.runtime.calls.get(self._split, Call(self._split == 'train'))
             fields = self._fields_of(family, module)

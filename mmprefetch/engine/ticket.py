@@ -93,7 +93,8 @@ class Ticket:
     Args:
         batch (Any): The raw batch; its identity is how it is found again.
         split (str): 'train', 'val' or 'test', whose effective preprocessor is used.
-        samples (SampleConstants | None): Of a mixed dataset, what each sample is normalised with.
+        parts (list[int] | None): Of a mixed dataset, the part that each sample is from.
+        samples (SampleConstants | None): What each sample is normalised with, looked up by it.
         error (BaseException | None): What loading raised in place of a batch.
         work (Work | None): What was begun; None for a batch that is processed when it is due.
         claimed (bool): Whether the model has asked for the batch.
@@ -105,6 +106,7 @@ class Ticket:
 
     batch: Any
     split: str
+    parts: list[int] | None = None
     samples: SampleConstants | None = None
     error: BaseException | None = None
     work: Work | None = None

@@ -81,6 +81,46 @@ def split_dataloader(dataloader: Any, key: str) -> tuple[Any, list[DatasetPart]]
     return remaining, _take(remaining['dataset'], f'{key}.dataset', None, [], None)
 
 
+def split_dataloaders(dataloader: Any, key: str) -> tuple[Any, list[DatasetPart]]:
+    """The same for what a loop of another package may be given: a list of dataloaders, or
+    something that is none.
+
+    Args:
+        dataloader (Any): A dataloader or its config, or a list of such.
+        key (str): Its config key.
+
+    Returns:
+        tuple: As :func:`split_dataloader`.
+
+    Raises:
+        TypeError: If the fields at a key are not a dict.
+        ValueError: If the dataloaders of a list bind different fields: which one a batch is from
+            cannot be told.
+    """
+    if not isinstance(dataloader, (list, tuple)):
+        if isinstance(dataloader, dict) and 'dataset' not in dataloader:
+            return dataloader, []
+        if not hasattr(dataloader, 'dataset') and not isinstance(dataloader, dict):
+            return dataloader, []
+        return split_dataloader(dataloader, key)
+    found = [split_dataloaders(each, f'{key}.{n}') for n, each in enumerate(dataloader)]
+    first: list[DatasetPart] = []
+    for _, parts in found:
+        first = first or parts
+        for part in parts:
+            said, other = ([s.fields for s in each.sources] for each in (part, first[0]))
+            if said != other:
+                raise ValueError(
+                    f'{part.key} and {first[0].key} bind different preprocessor fields, {said} and '
+                    f'{other}, but several dataloaders of one split are run by a loop that does '
+                    'not say which one a batch is from. Bind the same fields to all of them, or '
+                    'leave `data_preprocessor` out and set the fields in model.data_preprocessor.'
+                )
+    if not any(part.sources for _, parts in found for part in parts):
+        return dataloader, first
+    return type(dataloader)(remaining for remaining, _ in found), first[:1]
+
+
 def read_parts(dataset: Any, key: str = 'dataset') -> list[DatasetPart]:
     """Read the bound preprocessor fields of a built dataset.
 

@@ -11,11 +11,11 @@ from mmengine.registry import MODELS, DefaultScope
 
 from .binding import CHANNEL_ORDER, Binding, plain
 from .classes import find_class, nearest, preprocessor_names
-from .datasets import DatasetPart, split_dataloader
+from .datasets import DatasetPart, FieldSource, split_dataloaders
 from .locate import ConfigFile
 from .mistakes import likely_mistakes
 from .resolve import resolve_parts
-from .sources import preprocessor_sources
+from .sources import called_model, preprocessor_sources
 
 SPLITS = ('train', 'val', 'test')
 COMMAND_LINE = '--cfg-options'
@@ -40,14 +40,14 @@ def explain(cfg: Config, options: Iterable[str] = ()) -> dict:
         ValueError: If the class of the preprocessor is not registered, or the fields do not fit it.
     """
     with DefaultScope.overwrite_default_scope(cfg.get('default_scope') or 'mmengine'):
-        cls, sources = _preprocessor(cfg)
+        cls, sources = preprocessor_class(cfg)
         found = {}
         for split in SPLITS:
             dataloader = cfg.get(f'{split}_dataloader')
             if dataloader is not None:
                 if isinstance(dataloader, dict) and 'dataset' not in dataloader:
                     raise ValueError(f'{split}_dataloader: has no dataset; write dataset=dict(...)')
-                _, parts = split_dataloader(dataloader, f'{split}_dataloader')
+                _, parts = split_dataloaders(dataloader, f'{split}_dataloader')
                 bindings = resolve_parts(split, cls, sources, parts)
                 found[split] = list(zip(parts, bindings, strict=True))
     file, options = ConfigFile(cfg.filename) if cfg.filename else None, tuple(options)
@@ -136,7 +136,18 @@ def _text(found: dict) -> str:
     return f'{found["key"]} ({found["file"]})' if found['file'] else found['key']
 
 
-def _preprocessor(cfg: Config) -> tuple[type, list]:
+def preprocessor_class(cfg: Config) -> tuple[type, list[FieldSource]]:
+    """Find the class of a config's preprocessor, and the fields that hold for every split.
+
+    Args:
+        cfg (Config): The config, under its own default scope.
+
+    Returns:
+        tuple: The class, and the places, lowest precedence first.
+
+    Raises:
+        ValueError: The class is not named, or not registered.
+    """
     type_, scope, sources = preprocessor_sources(cfg)
     if type_ is None:
         type_ = _type_by_model(cfg) or (None if sources else 'BaseDataPreprocessor')
@@ -159,7 +170,7 @@ def _preprocessor(cfg: Config) -> tuple[type, list]:
 
 def _type_by_model(cfg: Config) -> str | None:
     """The preprocessor that a model's constructor fills in where the config names none."""
-    model = cfg.get('model')
+    _, model = called_model(cfg)
     if not isinstance(model, dict):
         return None
     cls = find_class(MODELS, model.get('type'), model.get('_scope_'))

@@ -9,9 +9,11 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+from mmengine.model import BaseDataPreprocessor
+from mmengine.registry import MODELS
 
 from .binding import CHANNEL_ORDER, REVERSAL, Binding, plain
-from .classes import constructor_fields, nearest, type_name_of
+from .classes import constructor_fields, find_class, nearest, type_name_of
 from .datasets import DatasetPart, FieldSource
 
 # Said of a preprocessor, these are no arguments of the class that it wraps.
@@ -43,6 +45,8 @@ def resolve(split: str, cls: Callable, sources: Sequence[FieldSource]) -> Bindin
             without std or the reverse, or if their values can't be used. The message names the
             config key.
     """
+    if INNER in constructor_fields(cls)[0]:
+        return _resolve_with_inner(split, cls, sources)
     binding = Binding(split, cls, {}, {})
     for source in sources:
         own = _translate(source, cls)
@@ -56,6 +60,49 @@ def resolve(split: str, cls: Callable, sources: Sequence[FieldSource]) -> Bindin
         binding.origin.update(dict.fromkeys(own, source.key))
     _check_statistics(binding)
     return binding
+
+
+def _resolve_with_inner(split: str, cls: Callable, sources: Sequence[FieldSource]) -> Binding:
+    """Resolve the fields of a preprocessor that has another inside. What the outer class does not
+    know is for the inner one, whether it is written flat or nested."""
+    names = constructor_fields(cls)[0].keys() - {INNER}
+    outer = Binding(split, cls, {}, {})
+    inner: list[FieldSource] = []
+    for source in sources:
+        nested = source.fields.get(INNER)
+        if nested is not None and not isinstance(nested, dict):
+            raise TypeError(
+                f'{source.key}.{INNER}: expected a dict of preprocessor fields, found {nested!r}'
+            )
+        if nested:
+            inner.append(FieldSource(f'{source.key}.{INNER}', dict(nested.items())))
+        rest = source.fields.keys() - NOT_FIELDS - {INNER}
+        for name in rest & names:
+            if name in outer.fields:
+                lower = (outer.origin[name], outer.fields[name])
+                outer.overridden.setdefault(name, []).append(lower)
+            outer.fields[name], outer.origin[name] = source.fields[name], source.key
+        if rest - names:
+            flat = {name: source.fields[name] for name in rest - names}
+            inner.append(FieldSource(source.key, flat))
+    typed = [source.fields for source in inner if source.fields.get('type') is not None]
+    if not typed:
+        raise ValueError(
+            f'{sources[0].key if sources else "model.data_preprocessor"}: {outer.type_name} needs '
+            f'a preprocessor inside; write {INNER}=dict(type=..., ...)'
+        )
+    type_, scope = typed[-1]['type'], typed[-1].get('_scope_')
+    inner_cls = find_class(MODELS, type_, scope)
+    if inner_cls is None:
+        raise ValueError(f'{inner[0].key}: no preprocessor {type_!r} is registered')
+    resolved = resolve(split, inner_cls, inner)
+    named = {'type': type_} if scope is None else {'type': type_, '_scope_': scope}
+    outer.fields[INNER] = {**named, **resolved.fields}
+    outer.origin[INNER] = inner[-1].key
+    outer.overridden.update(
+        (f'{INNER}.{name}', lower) for name, lower in resolved.overridden.items()
+    )
+    return outer
 
 
 def resolve_parts(
@@ -97,6 +144,7 @@ def resolve_parts(
                 f'differ in mean, std and channel order alone. Give {name!r} the same value for '
                 f'{parts[0].type_name} at {parts[0].key} and {part.type_name} at {part.key}'
             )
+        _check_all_or_none(bindings[0], binding)
         if part.mixed_by is not None:
             first = mixed.setdefault(part.mixed_by, binding)
             for name, (a, b) in first.differences(binding).items():
@@ -107,6 +155,18 @@ def resolve_parts(
                     'datasets outside of the mixing wrapper'
                 )
     return bindings
+
+
+def _check_all_or_none(first: Binding, other: Binding) -> None:
+    """A part that is not normalised beside one that is: its samples would stay raw among others."""
+    raw = [each for each in (first, other) if each.value('mean') is None]
+    if len(raw) == 1:
+        beside = other if raw[0] is first else first
+        raise ValueError(
+            f'{raw[0].part} has neither mean nor std, but {beside.part} has, in one split: its '
+            'images would stay as they are among normalised ones. Write its own into '
+            f'{raw[0].part}.data_preprocessor, or mean=[0], std=[1] there if that is meant'
+        )
 
 
 def _said(binding: Binding, name: str) -> str:
@@ -132,9 +192,15 @@ def _translate(source: FieldSource, cls: Callable) -> dict:
     if not takes_others:
         for name in own:
             if name not in names:
+                cure = ''
+                if cls is BaseDataPreprocessor:
+                    cure = (
+                        ". It is what mmengine gives a model that has none: write the model's own, "
+                        "model.data_preprocessor=dict(type='ImgDataPreprocessor', ...)"
+                    )
                 raise ValueError(
                     f'{source.key}: {getattr(cls, "__name__", cls)} has no field {name!r}'
-                    f'{nearest(name, names)}; valid fields: {", ".join(names)}'
+                    f'{nearest(name, names)}; valid fields: {", ".join(names)}{cure}'
                 )
     return own
 
@@ -158,12 +224,6 @@ def _check_statistics(binding: Binding) -> None:
     for mean, std in STATISTICS:
         if names.issuperset((mean, std)):
             _check_pair(mean, std, binding)
-    inner = binding.fields.get(INNER)
-    if isinstance(inner, dict):
-        # Its class is looked up elsewhere: the defaults are not known, and a number may do.
-        fields = {name: [value] if _is_number(value) else value for name, value in inner.items()}
-        origin = dict.fromkeys(inner, f'{binding.origin[INNER]}.{INNER}')
-        _check_statistics(Binding(binding.split, dict, fields, origin))
 
 
 def _check_pair(mean: str, std: str, binding: Binding) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.model import BaseTTAModel
+from mmengine.registry import MODELS
 from torch import nn
 
 from .binding import same
-from .classes import type_name_of
+from .classes import find_class, type_name_of
 from .datasets import FieldSource
 from .resolve import NOT_FIELDS
 
@@ -34,13 +36,35 @@ def levels_that_count(cfg: Config | dict) -> dict[str, Any]:
     Returns:
         dict: What stands at each level that counts, lowest precedence first.
     """
-    model = cfg.get('model')
+    key, model = called_model(cfg)
     if not isinstance(model, dict):
         return {}
     if 'data_preprocessor' not in model:
         return {TOP: cfg.get(TOP)}
     own = model['data_preprocessor']
-    return {MODEL: own, TOP: cfg.get(TOP)} if is_prefetching(own) else {MODEL: own}
+    key = f'{key}.data_preprocessor'
+    return {key: own, TOP: cfg.get(TOP)} if is_prefetching(own) else {key: own}
+
+
+def called_model(cfg: Config | dict) -> tuple[str, Any]:
+    """Find the model whose preprocessor is called: not a wrapper for test-time augmentation, which
+    calls that of the model inside.
+
+    Args:
+        cfg (Config or dict): The config.
+
+    Returns:
+        tuple: Its config key, and what stands there.
+    """
+    key, model = 'model', cfg.get('model')
+    while isinstance(model, dict) and isinstance(model.get('module'), dict):
+        cls = find_class(MODELS, model.get('type'), model.get('_scope_'))
+        if not isinstance(cls, type) or not issubclass(cls, BaseTTAModel):
+            break
+        outer, key, model = model, f'{key}.module', model['module']
+        if outer.get('data_preprocessor') is not None:  # it replaces that of the model
+            model = {**model, 'data_preprocessor': outer['data_preprocessor']}
+    return key, model
 
 
 def dropped_top_level_fields(cfg: Config | dict) -> dict:
@@ -55,7 +79,7 @@ def dropped_top_level_fields(cfg: Config | dict) -> dict:
     top, levels = cfg.get(TOP), levels_that_count(cfg)
     if TOP in levels or not isinstance(top, dict):
         return {}
-    own = levels.get(MODEL)
+    own = next(iter(levels.values()), None)
     own = own if isinstance(own, dict) else {}
     return {
         name: value
