@@ -20,7 +20,7 @@ from .families import family_of
 from .fields.binding import Binding, same
 from .fields.datasets import DatasetPart, FieldSource, split_dataloaders
 from .fields.resolve import NOT_FIELDS, resolve_parts
-from .fields.sources import MODEL, dropped_top_level_fields, levels_that_count, preprocessor_sources
+from .fields.sources import MODEL, dropped_top_level, levels_that_count, preprocessor_sources
 
 SPLITS = ('train', 'val', 'test')
 
@@ -175,16 +175,9 @@ def _called_preprocessors(module: nn.Module, name: str = '') -> Iterator[tuple[s
 
 
 def _wrapped(plain: nn.Module, cfg: Any) -> PrefetchDataPreprocessor:
-    dropped = dropped_top_level_fields(cfg)
+    dropped = dropped_top_level(cfg)
     if dropped:
-        print_log(
-            f'The top-level `data_preprocessor` sets {sorted(dropped)}, which has no effect: the '
-            "model's own `data_preprocessor` replaces the top level whole. To have them merged "
-            "field by field, write `model.data_preprocessor.type='PrefetchDataPreprocessor'` and "
-            'name the class it wraps in `wraps`.',
-            logger='current',
-            level=logging.WARNING,
-        )
+        print_log(dropped, logger='current', level=logging.WARNING)
     # What it was built from: a plain one is made from one level alone.
     level = next(iter(levels_that_count(cfg).values()), None)
     level = level if isinstance(level, dict) else {}
@@ -267,14 +260,12 @@ def _rebound(
 
 def _carry_over(before: nn.Module, after: nn.Module, effective: nn.Module) -> None:
     for table in ('__dict__', '_buffers'):
-        old, new = getattr(before, table), getattr(after, table)
+        old, new, ours = (getattr(module, table) for module in (before, after, effective))
         for name in {*old, *new} - {'_buffers', '_parameters', '_modules'}:
-            if name in old and name in new and same(old[name], new[name]):
-                continue
-            if name in new:
-                getattr(effective, table)[name] = new[name]
-            else:
-                getattr(effective, table).pop(name, None)
+            if name not in new:
+                ours.pop(name, None)
+            elif name not in old or not same(old[name], new[name]):
+                ours[name] = new[name]
     for name, inner in after.named_children():
         if isinstance(inner, BaseDataPreprocessor):
             _carry_over(getattr(before, name), inner, getattr(effective, name))

@@ -107,7 +107,7 @@ def test_plain_preprocessor_keeps_mmengines_meaning_of_the_top_level(tmp_path, c
     runner.logger.addHandler(caplog.handler)
     runner.train()
     toys.assert_same_run(stock, (runner, toys.recorder(runner)))
-    said = [r.getMessage() for r in caplog.records if 'top-level' in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if 'at the top level' in r.getMessage()]
     assert len(said) == 1 and 'PrefetchDataPreprocessor' in said[0] and 'mean' in said[0]
 
 

@@ -5,19 +5,13 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
-from mmengine.model import ImgDataPreprocessor
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from mmengine.runner import TestLoop as StockTestLoop
 
 from mmprefetch import PrefetchLoop, PrefetchValLoop, enable_prefetch
 from mmprefetch.fields.datasets import FieldSource
-from mmprefetch.fields.sources import (
-    dropped_top_level_fields,
-    is_prefetch_loop,
-    is_prefetching,
-    preprocessor_sources,
-)
+from mmprefetch.fields.sources import dropped_top_level, is_prefetch_loop, preprocessor_sources
 
 MEAN_123 = dict(mean=[123.0], std=[58.0])
 
@@ -254,30 +248,31 @@ def test_depth_that_is_no_count(depth, error):
 @pytest.mark.parametrize(
     ('own', 'dropped'),
     [
-        (MEAN_123, dict(mean=[0.0])),
-        (dict(type='ImgDataPreprocessor', mean=(0.0,), std=[58.0]), {}),
-        (dict(type='PrefetchDataPreprocessor', **MEAN_123), {}),
-        (dict(type='mmengine.PrefetchDataPreprocessor', **MEAN_123), {}),
-        (None, dict(mean=[0.0], std=[58.0])),
-        (dict(pad_value=1), dict(mean=[0.0], std=[58.0])),
+        (MEAN_123, 'mean'),
+        (dict(type='ImgDataPreprocessor', mean=(0.0,), std=[58.0]), ''),
+        (dict(type='PrefetchDataPreprocessor', **MEAN_123), ''),
+        (dict(type='mmengine.PrefetchDataPreprocessor', **MEAN_123), ''),
+        (None, 'mean, std'),
+        (dict(pad_value=1), 'mean, std'),
     ],
 )
-def test_dropped_top_level_fields(own, dropped):
+def test_dropped_top_level(own, dropped):
     top = dict(type='ImgDataPreprocessor', mean=[0.0], std=[58.0])
     cfg = dict(model=dict(type='X', data_preprocessor=own), data_preprocessor=top)
-    assert dropped_top_level_fields(cfg) == dropped
-    assert dropped_top_level_fields(Config(cfg)) == dropped
+    expected = dropped and f'data_preprocessor: nothing reads {dropped}'
+    for said in (dropped_top_level(cfg), dropped_top_level(Config(cfg))):
+        assert said.partition(' at the top level')[0] == expected
 
 
 def test_top_level_that_counts_is_not_dropped():
-    assert dropped_top_level_fields(dict(model=dict(type='X'), data_preprocessor=MEAN_123)) == {}
+    assert dropped_top_level(dict(model=dict(type='X'), data_preprocessor=MEAN_123)) == ''
     own = dict(type='X', data_preprocessor=MEAN_123)
-    assert dropped_top_level_fields(dict(model=own)) == {}
-    assert dropped_top_level_fields(dict(model=own, data_preprocessor=None)) == {}
+    assert dropped_top_level(dict(model=own)) == ''
+    assert dropped_top_level(dict(model=own, data_preprocessor=None)) == ''
 
 
 def test_top_level_beside_a_built_model_is_dropped():
-    assert dropped_top_level_fields(dict(model=object(), data_preprocessor=MEAN_123)) == MEAN_123
+    assert dropped_top_level(dict(model=object(), data_preprocessor=MEAN_123))
 
 
 MODEL = 'model.data_preprocessor'
@@ -331,9 +326,3 @@ def test_top_level_that_names_two_classes():
 def test_preprocessor_that_is_no_dict():
     with pytest.raises(TypeError, match=r'model\.data_preprocessor: expected a dict, found list'):
         preprocessor_sources(dict(model=dict(data_preprocessor=[1])))
-
-
-def test_is_prefetching():
-    assert not is_prefetching(None)
-    assert not is_prefetching(dict(type=ImgDataPreprocessor))
-    assert is_prefetching(dict(type='PrefetchDataPreprocessor'))

@@ -9,7 +9,7 @@ from mmengine.config import Config
 
 from .binding import REVERSAL, Binding, plain
 from .datasets import DatasetPart, FieldSource
-from .sources import dropped_top_level_fields, is_prefetch_loop
+from .sources import dropped_top_level, is_prefetch_loop
 
 # Mean and std of the channels R, G, B of ImageNet's images, in which most pretrained weights trust.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
@@ -38,14 +38,9 @@ def likely_mistakes(cfg: Config, sources: list[FieldSource], found: Found) -> It
 
 
 def _unread(cfg: Config, sources: list[FieldSource], found: Found) -> Iterator[str]:
-    dropped = dropped_top_level_fields(cfg)
+    dropped = dropped_top_level(cfg)
     if dropped:
-        yield (
-            f'data_preprocessor: nothing reads {", ".join(dropped)} at the top level, since the '
-            "model's own data_preprocessor replaces it whole; to merge them field by field, write "
-            "type='PrefetchDataPreprocessor' and wraps=... in model.data_preprocessor, or move "
-            'them to the datasets'
-        )
+        yield dropped
     any_loop = any(map(is_prefetch_loop, map(cfg.get, ('train_cfg', 'val_cfg', 'test_cfg'))))
     for split, bound in found.items():
         dataloader = cfg[f'{split}_dataloader']

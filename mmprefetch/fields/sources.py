@@ -43,7 +43,7 @@ def levels_that_count(cfg: Config | dict) -> dict[str, Any]:
         return {TOP: cfg.get(TOP)}
     own = model['data_preprocessor']
     key = f'{key}.data_preprocessor'
-    return {key: own, TOP: cfg.get(TOP)} if is_prefetching(own) else {key: own}
+    return {key: own, TOP: cfg.get(TOP)} if _is_prefetching(own) else {key: own}
 
 
 def called_model(cfg: Config | dict) -> tuple[str, Any]:
@@ -67,25 +67,34 @@ def called_model(cfg: Config | dict) -> tuple[str, Any]:
     return key, model
 
 
-def dropped_top_level_fields(cfg: Config | dict) -> dict:
-    """Find the fields of the top-level ``data_preprocessor`` that have no effect.
+def dropped_top_level(cfg: Config | dict) -> str:
+    """Say which fields of the top-level ``data_preprocessor`` have no effect.
 
     Args:
         cfg (Config or dict): The config.
 
     Returns:
-        dict: Each field that the top level sets otherwise than the model, and its value.
+        str: A warning that names those that the model sets otherwise, or not; empty if there are
+        none.
     """
     top, levels = cfg.get(TOP), levels_that_count(cfg)
     if TOP in levels or not isinstance(top, dict):
-        return {}
+        return ''
     own = next(iter(levels.values()), None)
     own = own if isinstance(own, dict) else {}
-    return {
-        name: value
+    dropped = [
+        name
         for name, value in top.items()
         if name not in NOT_FIELDS and not (name in own and same(own[name], value))
-    }
+    ]
+    if not dropped:
+        return ''
+    return (
+        f'data_preprocessor: nothing reads {", ".join(dropped)} at the top level, since the '
+        "model's own data_preprocessor replaces it whole; to merge them field by field, write "
+        "type='PrefetchDataPreprocessor' and wraps=... in model.data_preprocessor, or move them to "
+        'the datasets'
+    )
 
 
 def preprocessor_sources(cfg: Config | dict) -> tuple[Any, str | None, list[FieldSource]]:
@@ -119,21 +128,9 @@ def preprocessor_sources(cfg: Config | dict) -> tuple[Any, str | None, list[Fiel
         named = _named_class(key, level)
         if named is not None:
             type_, scope = named, level.get('_scope_')
-    if type_ is None and any(is_prefetching(source.fields) for source in sources):
+    if type_ is None and any(_is_prefetching(source.fields) for source in sources):
         type_ = DEFAULT_WRAPS
     return type_, scope, sources
-
-
-def is_prefetching(preprocessor: Any) -> bool:
-    """Whether a preprocessor's config names ``PrefetchDataPreprocessor``.
-
-    Args:
-        preprocessor (Any): What stands at a ``data_preprocessor`` key.
-
-    Returns:
-        bool: True if its ``type`` is that name, with or without scope, or that class.
-    """
-    return isinstance(preprocessor, dict) and type_name_of(preprocessor.get('type')) == PREPROCESSOR
 
 
 def is_prefetch_loop(loop: Any) -> bool:
@@ -148,9 +145,13 @@ def is_prefetch_loop(loop: Any) -> bool:
     return isinstance(loop, dict) and type_name_of(loop.get('type')) in PREFETCH_LOOPS
 
 
+def _is_prefetching(level: Any) -> bool:
+    return isinstance(level, dict) and type_name_of(level.get('type')) == PREPROCESSOR
+
+
 def _named_class(key: str, level: dict) -> Any:
     type_, wraps = level.get('type'), level.get('wraps')
-    if type_ is None or is_prefetching(level):
+    if type_ is None or _is_prefetching(level):
         return wraps
     if wraps is not None and type_name_of(type_) != type_name_of(wraps):
         raise ValueError(

@@ -524,7 +524,7 @@ def test_unknown_field(cls, name, hint):
     message = str(error.value)
     assert message.startswith(f'{KEY}.data_preprocessor: {cls.__name__} has no field {name!r}')
     assert hint in message
-    assert message.endswith(f'valid fields: {", ".join(valid_fields(cls))}')
+    assert f'valid fields: {", ".join(valid_fields(cls))}' in message
 
 
 @pytest.mark.parametrize(('given', 'missing'), [('mean', 'std'), ('std', 'mean')])
