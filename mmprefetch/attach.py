@@ -19,7 +19,7 @@ from .engine.mixed import PartConstants
 from .families import family_of
 from .fields.binding import Binding, same
 from .fields.datasets import DatasetPart, FieldSource, split_dataloaders
-from .fields.resolve import NOT_FIELDS, resolve_parts
+from .fields.resolve import NOT_FIELDS, not_normalised, resolve, resolve_parts
 from .fields.sources import MODEL, dropped_top_level, levels_that_count, preprocessor_sources
 
 SPLITS = ('train', 'val', 'test')
@@ -100,7 +100,7 @@ class Attachment:
             loader, parts = split_dataloaders(loader, f'{name}_dataloader')
             if name == split:
                 dataloader = loader
-            else:
+            if hasattr(self._runner, held):
                 setattr(self._runner, held, loader)
             # Once its fields are taken, a config looks as if there were none.
             if any(part.sources for part in parts) or name not in self._parts:
@@ -224,13 +224,15 @@ def _bind_class(
         origin = dict.fromkeys(own.fields, own.key)
         preprocessor.bindings[split] = Binding(split, cls, dict(own.fields), origin)
         return
-    bindings = resolve_parts(split, cls, levels, parts)
+    bindings = resolve_parts(split, cls, levels, parts) or [resolve(split, cls, levels)]
     binding = preprocessor.bindings[split] = replace(bindings[0], part='')
     if not preprocessor.opted_in:
         preprocessor.bind(split, _rebound(preprocessor, cls, binding.fields))
     elif cls is not type(preprocessor.wrapped) or not same(binding.fields, preprocessor.fields):
         preprocessor.bind(split, build(cls, binding.fields))
     if any(binding.differences(other) for other in bindings):
+        if not_normalised(bindings):
+            raise ValueError(not_normalised(bindings))
         if not family_of(cls).by_sample:
             raise ValueError(
                 f'{bindings[0].part} and other parts of {split}_dataloader.dataset differ in mean, '

@@ -341,7 +341,7 @@ def test_no_sample_gets_the_constants_of_another(counted, change):
     raw = batch()
     raw = change(wrapper.wrapped, raw) or raw
     for work_ahead in (True, False):
-        ticket = Ticket(raw, 'train', constants(3))
+        ticket = Ticket(raw, 'train', samples=constants(3))
         if work_ahead:
             wrapper.preparation('train').begin(ticket)
         wrapper.expect(ticket)

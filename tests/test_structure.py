@@ -7,9 +7,9 @@ from pathlib import Path
 import mmprefetch
 
 ROOT = Path(mmprefetch.__file__).parent
-LAYERS = ['version', 'elements', 'ops', 'fields', 'config', 'deploy_config', 'families', 'engine', 'wrapping',
-          'data_preprocessor', 'own_loops', 'attach', 'checkpoints', 'statistics', 'hooks',
-          'loops', '__init__', 'demo']  # fmt: skip
+LAYERS = ['version', 'elements', 'ops', 'fields', 'config', 'deploy_config', 'families', 'engine',
+          'wrapping', 'data_preprocessor', 'own_loops', 'attach', 'checkpoints', 'statistics',
+          'hooks', 'loops', '__init__', 'demo']  # fmt: skip
 
 
 def imported(path):

@@ -9,6 +9,7 @@ from mmengine.config import Config
 
 from .binding import REVERSAL, Binding, plain
 from .datasets import DatasetPart, FieldSource
+from .resolve import not_normalised
 from .sources import dropped_top_level, is_prefetch_loop
 
 # Mean and std of the channels R, G, B of ImageNet's images, in which most pretrained weights trust.
@@ -33,6 +34,9 @@ def likely_mistakes(cfg: Config, sources: list[FieldSource], found: Found) -> It
     yield from _unread(cfg, sources, found)
     yield from _differing_splits(found)
     for bound in found.values():
+        raw = not_normalised([binding for _, binding in bound])
+        if raw is not None:
+            yield raw
         for part, binding in bound:
             yield from _wrong_values(cfg, part, binding)
 

@@ -93,9 +93,9 @@ def _resolve_with_inner(split: str, cls: Callable, sources: Sequence[FieldSource
         )
     type_, scope = typed[-1]['type'], typed[-1].get('_scope_')
     inner_cls = find_class(MODELS, type_, scope)
-    if inner_cls is None:
-        raise ValueError(f'{inner[0].key}: no preprocessor {type_!r} is registered')
-    resolved = resolve(split, inner_cls, inner)
+    resolved = (
+        _unregistered(split, inner) if inner_cls is None else resolve(split, inner_cls, inner)
+    )
     named = {'type': type_} if scope is None else {'type': type_, '_scope_': scope}
     outer.fields[INNER] = {**named, **resolved.fields}
     outer.origin[INNER] = inner[-1].key
@@ -103,6 +103,18 @@ def _resolve_with_inner(split: str, cls: Callable, sources: Sequence[FieldSource
         (f'{INNER}.{name}', lower) for name, lower in resolved.overridden.items()
     )
     return outer
+
+
+def _unregistered(split: str, sources: Sequence[FieldSource]) -> Binding:
+    """Merge the fields of a class that is not known here, so that any field may be its own."""
+    binding = Binding(split, dict, {}, {})
+    for source in sources:
+        own = {name: value for name, value in source.fields.items() if name not in NOT_FIELDS}
+        binding.fields.update(own)
+        binding.origin.update(dict.fromkeys(own, source.key))
+    numbers = {name: [v] if _is_number(v) else v for name, v in binding.fields.items()}
+    _check_statistics(replace(binding, fields=numbers))
+    return binding
 
 
 def resolve_parts(
@@ -144,7 +156,6 @@ def resolve_parts(
                 f'differ in mean, std and channel order alone. Give {name!r} the same value for '
                 f'{parts[0].type_name} at {parts[0].key} and {part.type_name} at {part.key}'
             )
-        _check_all_or_none(bindings[0], binding)
         if part.mixed_by is not None:
             first = mixed.setdefault(part.mixed_by, binding)
             for name, (a, b) in first.differences(binding).items():
@@ -157,16 +168,24 @@ def resolve_parts(
     return bindings
 
 
-def _check_all_or_none(first: Binding, other: Binding) -> None:
-    """A part that is not normalised beside one that is: its samples would stay raw among others."""
-    raw = [each for each in (first, other) if each.value('mean') is None]
-    if len(raw) == 1:
-        beside = other if raw[0] is first else first
-        raise ValueError(
-            f'{raw[0].part} has neither mean nor std, but {beside.part} has, in one split: its '
-            'images would stay as they are among normalised ones. Write its own into '
-            f'{raw[0].part}.data_preprocessor, or mean=[0], std=[1] there if that is meant'
-        )
+def not_normalised(bindings: Sequence[Binding]) -> str | None:
+    """Find a part that is not normalised beside one that is.
+
+    Args:
+        bindings (Sequence[Binding]): The bindings of a split's datasets.
+
+    Returns:
+        str | None: What is wrong and what to write; None if all are normalised, or none is.
+    """
+    raw = [each.part for each in bindings if each.value('mean') is None]
+    others = [each.part for each in bindings if each.part not in raw]
+    if not raw or not others:
+        return None
+    return (
+        f'{raw[0]} has neither mean nor std, but {others[0]} has, in one split: its images would '
+        f'stay as they are among normalised ones. Write its own into {raw[0]}.data_preprocessor, '
+        'or mean=[0], std=[1] there if that is meant'
+    )
 
 
 def _said(binding: Binding, name: str) -> str:
