@@ -396,3 +396,19 @@ def test_model_without_preprocessor(tmp_path):
         weights.append(runner.model.weight.item())
         assert isinstance(runner.train_loop.dataloader, LookAheadLoader) or len(weights) == 1
     assert weights[0] == weights[1] != 0
+
+
+def test_arguments_are_those_of_the_installed_loops(tmp_path, monkeypatch):
+    """Another version of mmengine, or a fork of it, may have more of them."""
+    init = IterBasedTrainLoop.__init__
+
+    def with_more(self, runner, dataloader, max_iters, fast_forward_on_resume=False, **kwargs):
+        init(self, runner, dataloader, max_iters, **kwargs)
+        self.fast_forward_on_resume = fast_forward_on_resume
+
+    monkeypatch.setattr(IterBasedTrainLoop, '__init__', with_more)
+    runner = Runner.from_cfg(Config(toys.config(tmp_path)))
+    cfg = dict(type='PrefetchLoop', max_iters=3, fast_forward_on_resume=True)
+    assert runner.build_train_loop(cfg).fast_forward_on_resume
+    with pytest.raises(TypeError, match='fast_foward_on_resume.*fast_forward_on_resume'):
+        runner.build_train_loop(dict(type='PrefetchLoop', max_iters=3, fast_foward_on_resume=1))

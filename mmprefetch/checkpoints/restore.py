@@ -21,6 +21,7 @@ from ..fields.binding import REVERSAL, Binding, aligned, same
 from ..fields.classes import constructor_fields, find_class, type_name_of
 from ..fields.datasets import FieldSource
 from ..fields.resolve import NOT_FIELDS, resolve
+from .safe_loading import allow_checkpoint_types
 
 PARTS_KEY = 'parts'
 RECORD_KEY = 'data_preprocessor'
@@ -254,6 +255,7 @@ def _records(checkpoint: str | Path | Mapping) -> Mapping:
         if '://' in str(checkpoint):
             checkpoint = CheckpointLoader.load_checkpoint(str(checkpoint), map_location='cpu')
         else:
+            allow_checkpoint_types()  # another package may have taken them off the list
             checkpoint = torch.load(checkpoint, map_location='cpu', weights_only=True)
     return (checkpoint.get('meta') or {}).get(RECORD_KEY) or {}
 

@@ -158,9 +158,7 @@ class Noting:
         pass
 
     def expect(self, ticket):
-        self.said.append(
-            ([sample.number for sample in ticket.batch['data_samples']], ticket.parts)
-        )
+        self.said.append(([sample.number for sample in ticket.batch['data_samples']], ticket.parts))
         self.due.append(ticket)
         ticket.claim()
 
