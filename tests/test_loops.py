@@ -410,5 +410,5 @@ def test_arguments_are_those_of_the_installed_loops(tmp_path, monkeypatch):
     runner = Runner.from_cfg(Config(toys.config(tmp_path)))
     cfg = dict(type='PrefetchLoop', max_iters=3, fast_forward_on_resume=True)
     assert runner.build_train_loop(cfg).fast_forward_on_resume
-    with pytest.raises(TypeError, match='fast_foward_on_resume.*fast_forward_on_resume'):
+    with pytest.raises(TypeError, match=r'fast_foward_on_resume.*fast_forward_on_resume'):
         runner.build_train_loop(dict(type='PrefetchLoop', max_iters=3, fast_foward_on_resume=1))
