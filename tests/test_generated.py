@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 import toys
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
 from mmengine.model import BaseTTAModel, ImgDataPreprocessor
@@ -204,6 +204,9 @@ def outcome(cfg):
     shuffle=st.booleans(),
     depth=st.sampled_from([0, 1, 2]),
 )
+@example(Undoes, 'dataset', 0, True, False, True, 2)
+@example(Undoes, 'top', 2, False, False, True, 2)
+@example(SeesStrides, 'none', 0, True, True, True, 2)
 def test_equal_to_stock(kind, binding, workers, by_epoch, draws, shuffle, depth):
     with tempfile.TemporaryDirectory() as work_dir:
         stock, ours = configs(work_dir, kind, binding, workers, by_epoch, draws, shuffle)
