@@ -42,6 +42,7 @@ setup(
     install_requires=read_requirements('runtime'),
     extras_require={
         'mim': read_requirements('mminstall'),
+        'cpu': read_requirements('cpu'),
         'demo': read_requirements('demo'),
         'deploy': read_requirements('deploy'),
         'tests': read_requirements('tests'),

@@ -647,12 +647,12 @@ def test_kernel_equals_reference(name):
     from mmprefetch.ops import triton
 
     arguments = moved(dict(test_triton.cases())[name])
-    assert triton.usable(DEVICE)
     expected = ops._reference(ops.plan_batch(*arguments))
     for out in test_triton.layouts(expected.shape, DEVICE):
         batch = triton.normalize(ops.plan_batch(*arguments, out))
         assert out is None or batch is out
         assert torch.equal(batch, expected)
+    assert not triton._failed  # what fails is done by the reference
 
 
 @profiles

@@ -12,6 +12,7 @@ from mmengine.model import BaseDataPreprocessor
 from torch import nn
 
 from ..families import Family, with_samples
+from ..ops import prepare
 from .mixed import SampleConstants
 from .snapshot import BatchSnapshot, FieldSnapshot
 from .ticket import Call, Ticket, Work
@@ -42,6 +43,8 @@ class Preparation:
         """Prepare the calling thread, which is new: what loading does on the device runs on the
         stream of the thread that trains, as under mmengine's loops."""
         self._side.enter_thread(self._compute)
+        if self._side.on_host:
+            prepare()  # the kernel of the usual images, before the first of them
 
     def begin(self, ticket: Ticket) -> None:
         """Transfer a batch and begin its preprocessing. What this raises is kept on the ticket.

@@ -2,7 +2,8 @@
 """The fused pass: channel order, float, mean/std, padding and batching of images in one pass.
 
 One function, :func:`normalize_batch`, with three implementations behind it, chosen by where the
-images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` and ``triton``.
+images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` (compiled by numba where that is
+installed) and ``triton``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from functools import cache
 from importlib.util import find_spec
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from .cpu import normalize as _cpu
+from .cpu import prepare
 from .plan import plan_batch, reversal
 from .reference import normalize as _reference
 
-__all__ = ['normalize_batch', 'reversal']
+__all__ = ['normalize_batch', 'prepare', 'reversal']
 
 
 def normalize_batch(
@@ -72,13 +75,15 @@ def _implementation(images: Tensor | Sequence[Tensor]) -> Callable:
     first = tensors[0]
     if first.dtype.is_floating_point and any(image.requires_grad for image in tensors):
         return _reference
+    # A subclass may keep its values where only its own operators find them.
+    if set(map(type, tensors)) - {Tensor, Parameter}:
+        return _reference
     if first.device.type == 'cpu':
         return _cpu
     if first.device.type == 'cuda' and _has_triton():
-        from . import triton
+        from .triton import normalize
 
-        if triton.usable(first.device):
-            return triton.normalize
+        return normalize
     return _reference
 
 

@@ -1,32 +1,47 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""The fused pass on CPU: blocks that stay in cache, few calls, recycled memory."""
+"""The fused pass on CPU: a compiled kernel, a few threads, recycled memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
 
+import numpy as np
 import torch
+from mmengine.logging import print_log
 from torch import Tensor
 
 from .memory import HostMemory
-from .plan import Plan
+from .plan import Plan, identity_of, strides_of, table_of
+from .reference import normalize as reference
 
-# Values that one thread works on at once. The float32 scratch for them stays in the caches; much
-# smaller blocks cost more in calls than they save.
-_BLOCK = 1 << 20
-# More threads than this don't make blocks larger: they share the last cache.
-_MOST_THREADS = 4
-
-# Images of fewer values are gathered while they are integers: one more copy of them costs less than
-# a call for each.
-_SMALL = 1 << 15
+# What the compiler knows; others, such as bfloat16, go through the reference.
+_KINDS = {
+    getattr(torch, name): np.empty(0, name)
+    for name in ('uint8', 'int8', 'int16', 'uint16', 'int32', 'int64', 'float32', 'float64')
+}
+# Values of each thread; for fewer, a further one costs more than it does.
+_LEAST_VALUES = 1 << 19
 
 _memory = HostMemory()
+_kernels: dict[torch.dtype, Callable | None] = {}
+_compiling: dict[torch.dtype, threading.Thread] = {}
+# A process that forked while another thread of it imports or compiles could do neither any more.
+_lock = threading.RLock()
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def normalize(plan: Plan) -> Tensor:
-    """Do a batch block by block, each block of pixels written once.
+    """Do a batch. As long as the kernel is being compiled, the reference does it.
 
     Args:
         plan: The checked batch; the images are on CPU.
@@ -34,159 +49,97 @@ def normalize(plan: Plan) -> Tensor:
     Returns:
         The batch.
     """
-    out = plan.out
-    if out is None:
-        out = _memory.empty(plan.shape, torch.float32)
-    with torch.no_grad():
-        if len(plan.shape) == 4:
-            _fill(plan, plan.images, plan.shapes, out)
-        else:
-            for frame in range(plan.shape[2]):
-                _fill_frame(plan, frame, out[:, :, frame])
-    return out
+    if plan.out is None:
+        plan = plan._replace(out=_memory.empty(plan.shape, torch.float32))
+    kernel = _kernel(plan.images[0].dtype)
+    if kernel is None:
+        with torch.no_grad():
+            return reference(plan)
+    _run(kernel, plan)
+    return plan.out
 
 
-def _fill_frame(plan: Plan, frame: int, out: Tensor) -> None:
-    """Write one frame of a video batch; ``out``: (N, C, H, W)."""
-    if isinstance(plan.images, Tensor):
-        _fill(plan, plan.images[:, :, frame], [(s[0], *s[2:]) for s in plan.shapes], out)
-        return
-    for index, video in enumerate(plan.images):
-        if frame < video.shape[1]:
-            image = video[:, frame]
-            one = plan._replace(
-                mean=_rows(plan.mean, index, index + 1),
-                std=_rows(plan.std, index, index + 1),
-                orders=plan.orders and plan.orders[index : index + 1],
+def prepare(dtype: torch.dtype = torch.uint8) -> None:
+    """Compile the kernel for images of a dtype, unless that has been done; wait for it.
+
+    Args:
+        dtype: Of the images.
+    """
+    with _lock:
+        if dtype in _kernels or dtype not in _KINDS or not _has_numba():
+            return
+        try:
+            from .numba import compiled
+
+            _kernels[dtype] = compiled(_KINDS[dtype].dtype)
+        except Exception as error:  # numba, LLVM and what they import share no base class
+            _kernels[dtype] = None
+            print_log(
+                f'The fused pass for {dtype} images cannot be compiled ({error!r}): they are '
+                'normalised by plain torch, to the same values in more time.',
+                logger='current',
+                level=logging.WARNING,
             )
-            _fill(one, [image], [image.shape], out[index : index + 1])
-        else:
-            out[index].fill_(plan.pad_value)
 
 
-def _fill(
-    plan: Plan, images: Tensor | Sequence[Tensor], shapes: Sequence[tuple], out: Tensor
-) -> None:
-    """Write a batch of (C, H_i, W_i) images; ``out``: (N, C, H, W)."""
-    order = plan.order
-    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
-    scratch = _Scratch(plan, block)
-    full = tuple(out.shape[-2:])
-    for start, stop in _groups(shapes, plan, block):
-        if plan.orders is not None:
-            order = plan.orders[start]
-        height, width = shapes[start][-2:]
-        target = out[start:stop]
-        if plan.padded and (height, width) != full:
-            target[:, :, :, width:] = plan.pad_value
-            target[:, :, height:, :width] = plan.pad_value
-            target = target[:, :, :height, :width]
-        group = scratch.gather(images[start:stop], shapes[start])
-        mean, std = _constants(plan.mean, start, stop), _constants(plan.std, start, stop)
-        rows = max(block // ((stop - start) * plan.shape[1] * width), 1)
-        for row in range(0, height, rows):
-            part = target[:, :, row : row + rows]
-            if mean is None and order is None:
-                _copy(group, row, part)
-                continue
-            values = scratch.like(part)
-            _copy(group, row, values)
-            _normalize(values, mean, std, order, part)
+def _kernel(dtype: torch.dtype) -> Callable | None:
+    """The kernel for a dtype, None if there is none or none yet: no step waits for a compiler."""
+    if dtype not in _kernels and dtype in _KINDS and _has_numba():
+        thread = _compiling.get(dtype)
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=prepare, args=(dtype,), name='compile')
+            _compiling[dtype] = thread
+            thread.start()
+    return _kernels.get(dtype)
 
 
-def _copy(group: Tensor | Sequence[Tensor], row: int, out: Tensor) -> None:
-    """Copy rows of a group of (C, H, W) images, from one on; ``out``: (G, C, h, W)."""
-    stop = row + out.shape[2]
-    if isinstance(group, Tensor):
-        out.copy_(group[:, :, row:stop])
+def _run(kernel: Callable, plan: Plan) -> None:
+    out, channels = plan.out, plan.shape[1]
+    if plan.mean is None:  # x - 0 and x / 1 are x
+        mean, std = np.zeros((1, channels), np.float32), np.ones((1, channels), np.float32)
     else:
-        for image, place in zip(group, out.unbind(), strict=True):
-            place.copy_(image[:, row:stop])
+        mean, std = (np.ascontiguousarray(each.detach().numpy()) for each in (plan.mean, plan.std))
+    fixed = (
+        _KINDS[plan.images[0].dtype],
+        table_of(plan),
+        mean,
+        std,
+        np.array(plan.orders or [plan.order or identity_of(channels)], np.int64),
+        out.data_ptr(),
+        (channels, *(plan.shape[2:] if len(plan.shape) == 5 else (1, *plan.shape[2:]))),
+        (out.stride(0), *strides_of(out.stride()[1:])),
+        np.float32(plan.pad_value),
+    )
+    planes = out.shape[:-2].numel()
+    threads = min(torch.get_num_threads(), planes, max(out.numel() // _LEAST_VALUES, 1))
+    if threads == 1:
+        kernel(*fixed, 0, planes)
+        return
+    cuts = [planes * part // threads for part in range(threads + 1)]
+    pool = _pool(os.getpid())
+    others = [pool.submit(kernel, *fixed, *part) for part in pairwise(cuts[1:])]
+    try:
+        kernel(*fixed, 0, cuts[1])
+    finally:
+        for other in others:  # the memory has to be there until the last one is done
+            other.result()
 
 
-def _normalize(
-    values: Tensor,
-    mean: Tensor | None,
-    std: Tensor | None,
-    order: tuple[int, ...] | None,
-    out: Tensor,
-) -> None:
-    """Write ``(values - mean) / std`` to ``out``, both (G, C, h, W); changes the values."""
-    if order is None:
-        planes = [(values, mean, std, out)]
-    else:
-        channels, none = values.unbind(1), [None] * len(order)
-        planes = zip(
-            [channels[channel] for channel in order],
-            none if mean is None else mean.unbind(1),
-            none if std is None else std.unbind(1),
-            out.unbind(1),
-            strict=True,
-        )
-    for plane, subtracted, divisor, target in planes:
-        if subtracted is None:
-            target.copy_(plane)
-        else:
-            # Division writes the result's memory: it waits for the divider anyway, and so hides
-            # the stores that leave the cache.
-            torch.div(plane.sub_(subtracted), divisor, out=target)
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of a process. A forked one has none of those that its parent had."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix='normalize')
 
 
-def _groups(shapes: Sequence[tuple], plan: Plan, block: int) -> Iterator[tuple[int, int]]:
-    """Runs of neighbours of one size and order that are done together, as (start, stop)."""
-    start = 0
-    while start < len(shapes):
-        shape = shapes[start]
-        limit = min(start + max(block // prod(shape), 1), len(shapes))
-        stop = limit if plan.uniform and plan.orders is None else start + 1
-        while (
-            stop < limit
-            and shapes[stop] == shape
-            and (plan.orders is None or plan.orders[stop] == plan.orders[start])
-        ):
-            stop += 1
-        yield start, stop
-        start = stop
-
-
-def _rows(values: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The rows of mean or std that belong to a run of samples."""
-    return values if values is None or values.shape[0] == 1 else values[start:stop]
-
-
-def _constants(values: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The rows of mean or std of a run of samples, to broadcast against (G, C, H, W) pixels."""
-    return None if values is None else _rows(values, start, stop)[..., None, None]
-
-
-class _Scratch:
-    """Memory for one group of images and for one block, viewed in the shapes that are needed."""
-
-    def __init__(self, plan: Plan, block: int) -> None:
-        row = plan.shape[1] * plan.shape[-1]
-        values = min(max(block, row), plan.shape[0] * row * plan.shape[-2])
-        self._block = _memory.empty((values,), torch.float32)
-        self._stack: Tensor | None = None
-        self._views: dict[torch.Size, Tensor] = {}
-
-    def like(self, block: Tensor) -> Tensor:
-        """float32 memory of the shape of ``block``."""
-        shape = block.shape
-        view = self._views.get(shape)
-        if view is None:
-            view = self._views[shape] = self._block[: shape.numel()].view(shape)
-        return view
-
-    def gather(self, images: Tensor | Sequence[Tensor], shape: tuple) -> Tensor | Sequence[Tensor]:
-        """A group of images of one shape, as one (G, C, H, W) tensor where that saves time."""
-        if isinstance(images, Tensor):
-            return images
-        if len(images) == 1:
-            return images[0].unsqueeze(0)
-        # Several threads would each write a part of every image, and later read all of some.
-        if prod(shape) >= _SMALL and torch.get_num_threads() == 1:
-            return images
-        full = (len(images), *shape)
-        if self._stack is None or self._stack.shape != full:
-            self._stack = _memory.empty(full, images[0].dtype)
-        return torch.stack(tuple(images), out=self._stack)
+@cache
+def _has_numba() -> bool:
+    if find_spec('numba') is not None:
+        return True
+    print_log(
+        'numba is not installed: on the CPU, images are normalised by plain torch, to the same '
+        'values in several times the time. Install it with `pip install numba`, or mmprefetch '
+        'with its extra `cpu`.',
+        logger='current',
+        level=logging.WARNING,
+    )
+    return False

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _dtype, _device, _shape = attrgetter('dtype'), attrgetter('device'), attrgetter('shape')
+_is_cpu = attrgetter('is_cpu')
 
 
 class Plan(NamedTuple):
@@ -53,6 +56,59 @@ def reversal(channels: int) -> tuple[int, ...] | None:
         The order that swaps channels 0 and 2 and keeps every other; None below 3 channels.
     """
     return (2, 1, 0, *range(3, channels)) if channels >= 3 else None
+
+
+def identity_of(channels: int) -> tuple[int, ...]:
+    """Channel order that changes nothing.
+
+    Args:
+        channels: Number of channels of the images.
+
+    Returns:
+        The order.
+    """
+    return tuple(range(channels))
+
+
+def strides_of(stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of C, T, H, W of one image or video, of which an image has no T.
+
+    Args:
+        stride: Of a (C, H, W) or (C, T, H, W) tensor.
+
+    Returns:
+        Four of them.
+    """
+    return stride if len(stride) == 4 else (stride[0], 0, *stride[1:])
+
+
+def table_of(plan: Plan) -> np.ndarray:
+    """Where the images of a batch are, for implementations that read their memory.
+
+    Args:
+        plan: The checked batch.
+
+    Returns:
+        int64 array with a row for each image, or one row where they lie at one distance from each
+        other in one tensor: address, distance, T, H, W, and the strides of C, T, H, W. All but the
+        address is counted in values.
+    """
+    images = plan.images
+    if isinstance(images, Tensor):
+        return np.array([_row(images.data_ptr(), images.stride(0), plan.shapes[0], images[0])])
+    if plan.uniform and all(map(_is_contiguous, images)):
+        table = np.empty((len(images), 9), np.int64)
+        table[:] = _row(0, 0, plan.shapes[0], images[0])
+        table[:, 0] = list(map(_address, images))
+        return table
+    return np.array(
+        [_row(image.data_ptr(), 0, image.shape, image) for image in images], dtype=np.int64
+    )
+
+
+def _row(address: int, distance: int, shape: tuple[int, ...], image: Tensor) -> tuple[int, ...]:
+    frames = shape[1] if len(shape) == 4 else 1
+    return (address, distance, frames, *shape[-2:], *strides_of(image.stride()))
 
 
 def plan_batch(
@@ -158,7 +214,9 @@ def _check_alike(
         raise ValueError(
             f'images: sample 0 has shape {tuple(shapes[0])}; write (C, H, W) or (C, T, H, W)'
         )
-    columns = {'dtype': list(map(_dtype, images)), 'device': list(map(_device, images))}
+    columns = {'dtype': list(map(_dtype, images))}
+    if not all(map(_is_cpu, images)):  # which is faster to ask for than the device
+        columns['device'] = list(map(_device, images))
     if len(distinct) > 1:
         columns['number of dimensions'] = list(map(len, shapes))
         columns['number of channels'] = [shape[0] for shape in shapes]

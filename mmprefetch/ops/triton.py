@@ -1,5 +1,5 @@
 # Copyright (c) mmprefetch contributors. Licensed under the Apache License 2.0.
-"""The fused pass as one Triton kernel for a whole batch, ragged or not.
+"""The fused pass as a Triton kernel, one launch for a whole batch, ragged or not.
 
 Import this module only where triton is installed.
 """
@@ -7,62 +7,35 @@ Import this module only where triton is installed.
 from __future__ import annotations
 
 import warnings
-from functools import cache
-from math import prod
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Plan, plan_batch, reversal
+from .plan import Plan, identity_of, reversal, strides_of, table_of
 from .reference import normalize as reference
 
-_BLOCK = 1024
 _DTYPES = frozenset(
     {
         *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )
-# Values that the table holds of each image.
-_COLUMNS = 8
-_SCALARS = (
-    *('image_n', 'image_frames', 'image_height', 'image_width'),
-    *('image_c', 'image_t', 'image_h', 'image_w'),
-    *('out_n', 'out_c', 'out_t', 'out_h', 'out_w', 'mean_n', 'mean_c', 'std_n', 'std_c'),
-    *('pad_value', 'order_n', 'channels', 'frames', 'height', 'width'),
-)
+# What a program does: values of one plane; rows and columns of each channel.
+_BLOCK, _ROWS, _COLUMNS = 2048, 16, 128
+# Most programs along the second and the third axis of a grid; the first is all but endless.
+_MOST = 65535
+# Values in a row of the table.
+_FIELDS = 9
+_STEPS = ('mean_n', 'mean_c', 'std_n', 'std_c')
 
-
-@cache
-def usable(device: torch.device) -> bool:
-    """Whether the kernel can be built and launched on a device; tried once, warns if not.
-
-    Triton needs a supported device and, with many versions, a C compiler on the machine.
-
-    Args:
-        device: The accelerator.
-
-    Returns:
-        Whether :func:`normalize` may be used there.
-    """
-    image = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=device)
-    ones = torch.ones(3, device=device)
-    try:
-        normalize(plan_batch(image, ones, ones))
-    except Exception as error:  # Triton, its compiler and its driver share no base class.
-        warnings.warn(
-            f'mmprefetch: the fused kernel cannot be used on {device} ({error!r}); images are '
-            'normalised by plain torch there, which gives the same values in more time',
-            stacklevel=2,
-        )
-        return False
-    return True
+_failed: set[tuple] = set()
 
 
 def normalize(plan: Plan) -> Tensor:
-    """Do a batch with one launch on the current stream; the host waits for nothing.
+    """Do a batch on the current stream; the host waits for nothing.
 
     Args:
         plan: The checked batch.
@@ -70,115 +43,188 @@ def normalize(plan: Plan) -> Tensor:
     Returns:
         The batch.
     """
-    first = plan.images[0]
-    # The kernel counts the pixels of one sample with 32 bits, whose division is far cheaper.
-    if first.dtype not in _DTYPES or prod(plan.shape[2:]) > 2**31 - _BLOCK:
+    first, channels = plan.images[0], plan.shape[1]
+    frames = plan.shape[2] if len(plan.shape) == 5 else 1
+    if first.dtype not in _DTYPES or max(channels, frames) > _MOST:
         return reference(plan)
     out = plan.out
     if out is None:
         out = torch.empty(plan.shape, dtype=torch.float32, device=first.device)
-    # An argument that the kernel does not read still has to be a tensor with two strides.
-    mean = first if plan.mean is None else plan.mean
-    std = first if plan.std is None else plan.std
-    frames = plan.shape[2] if len(plan.shape) == 5 else 1
-    height, width = plan.shape[-2:]
-    orders = (None, reversal(plan.shape[1]))
+    table = table_of(plan)
     # One tensor, in one of the usual orders, is described by plain arguments, without a table.
-    images = plan.images if isinstance(plan.images, Tensor) else _as_one(plan)
-    stacked = images is not None and plan.orders is None and plan.order in orders
-    # Every image is found by its distance from the first, whichever memory it is in.
-    table = first if stacked else _table(plan, first)
-    grid = (triton.cdiv(frames * height * width, _BLOCK), plan.shape[0])
-    with torch.cuda.device_of(first):
-        _kernel[grid](
-            first,
-            table,
-            mean,
-            std,
-            out,
-            images.stride(0) if stacked else 0,
-            *(_layout(first) if stacked else (0,) * (_COLUMNS - 1)),
-            out.stride(0),
-            *_strides(out[0]),
-            0 if mean.shape[0] == 1 else mean.stride(0),
-            mean.stride(1),
-            0 if std.shape[0] == 1 else std.stride(0),
-            std.stride(1),
-            float(plan.pad_value),
-            0 if plan.orders is None else plan.shape[1],
-            plan.shape[1],
-            frames,
-            height,
-            width,
-            STACKED=stacked,
-            REVERSED=stacked and plan.order is not None,
-            NORMALIZE=plan.mean is not None,
-            COLUMNS=_COLUMNS,
-            BLOCK=_BLOCK,
+    image = None
+    if plan.orders is None and plan.order in (None, reversal(channels)):
+        image = _as_one(plan, table)
+    dense = first.is_contiguous() and out.is_contiguous()
+    flat = image is not None and not plan.padded and dense
+    variant = (first.device, first.dtype, flat, image is None, plan.mean is None)
+    if variant in _failed:
+        return reference(plan)
+    try:
+        with torch.cuda.device_of(first):
+            if flat:
+                _launch_flat(plan, out, image[1])
+            else:
+                _launch_tiles(plan, out, frames, image, table)
+    except Exception as error:  # Triton, its compiler and its driver share no base class.
+        _failed.add(variant)
+        warnings.warn(
+            f'mmprefetch: the fused kernel for {first.dtype} images cannot be used on '
+            f'{first.device} ({error!r}); such batches are normalised by plain torch there, which '
+            'gives the same values in more time',
+            stacklevel=2,
         )
+        return reference(plan)
     return out
 
 
-def _as_one(plan: Plan) -> Tensor | None:
-    """One strided view of images that lie at one distance from each other, as staging packs
-    images of one size; None for others."""
-    first = plan.images[0]
-    if not plan.uniform or len(plan.images) < 2:
-        return None
-    addresses = [image.data_ptr() for image in plan.images]
-    distance = addresses[1] - addresses[0]
-    last = addresses[0] + distance * len(addresses)
-    storage, stride = first.untyped_storage().data_ptr(), first.stride()
-    if (
-        distance <= 0
-        or distance % first.itemsize
-        or addresses != list(range(addresses[0], last, distance))
-        or any(
-            image.untyped_storage().data_ptr() != storage or image.stride() != stride
-            for image in plan.images
+def _launch_flat(plan: Plan, out: Tensor, distance: int) -> None:
+    count, channels = plan.shape[:2]
+    plane = out[0, 0].numel()
+    for start in range(0, count, _MOST):
+        grid = (triton.cdiv(plane, _BLOCK), min(count - start, _MOST), channels)
+        _flat[grid](
+            plan.images[0],
+            *_constants(plan),
+            out,
+            start,
+            distance,
+            plane,
+            channels,
+            _swapped(plan),
+            NORMALIZE=plan.mean is not None,
+            BLOCK=_BLOCK,
         )
-    ):
-        return None
-    return first.as_strided((len(addresses), *first.shape), (distance // first.itemsize, *stride))
 
 
-def _layout(image: Tensor) -> tuple[int, ...]:
-    """T, H, W of an image or video and its strides of C, T, H, W."""
-    frames = image.shape[1] if image.dim() == 4 else 1
-    return (frames, *image.shape[-2:], *_strides(image))
+def _launch_tiles(
+    plan: Plan, out: Tensor, frames: int, image: tuple[int, ...] | None, table: np.ndarray
+) -> None:
+    count, channels = plan.shape[:2]
+    height, width = plan.shape[-2:]
+    across = triton.cdiv(width, _COLUMNS)
+    tiles = across * triton.cdiv(height, _ROWS)
+    # An argument that the kernel does not read still has to be a tensor.
+    where = plan.images[0] if image is not None else _on_device(plan, table)
+    for start in range(0, count, _MOST):
+        grid = (tiles, min(count - start, _MOST), frames)
+        _tiles[grid](
+            plan.images[0],
+            where,
+            *_constants(plan),
+            out,
+            start,
+            *(image or (0,) * _FIELDS)[1:],
+            out.stride(0),
+            *strides_of(out.stride()[1:]),
+            _swapped(plan),
+            float(plan.pad_value),
+            count * _FIELDS,
+            channels if plan.orders else 0,
+            channels,
+            height,
+            width,
+            across,
+            STACKED=image is not None,
+            NORMALIZE=plan.mean is not None,
+            FIELDS=_FIELDS,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+        )
 
 
-def _strides(image: Tensor) -> tuple[int, ...]:
-    """Strides of C, T, H, W of one (C, H, W) or (C, T, H, W) tensor."""
-    stride = image.stride()
-    return (stride[0], stride[1] if len(stride) == 4 else 0, *stride[-2:])
+def _constants(plan: Plan) -> tuple[Tensor, Tensor, int, int, int, int]:
+    """mean and std, and of each the steps to the next sample and to the next channel."""
+    if plan.mean is None:
+        return plan.images[0], plan.images[0], 0, 0, 0, 0
+    steps = [each.stride() if len(each) > 1 else (0, each.stride(1)) for each in plan[2:4]]
+    return plan.mean, plan.std, *steps[0], *steps[1]
 
 
-def _table(plan: Plan, first: Tensor) -> Tensor:
-    """Offset and layout of each image, then the channel order or orders, on their device."""
-    start = first.data_ptr()
-    values = []
-    for image in plan.images:
-        values.append((image.data_ptr() - start) // image.itemsize)
-        values.extend(_layout(image))
-    for order in plan.orders or [plan.order or range(plan.shape[1])]:
-        values.extend(order)
-    table = torch.tensor(values, dtype=torch.int64)
+def _swapped(plan: Plan) -> int:
+    """The channels up to this one are in reverse."""
+    return 0 if plan.order is None else 2
+
+
+def _as_one(plan: Plan, table: np.ndarray) -> tuple[int, ...] | None:
+    """The row for all images, where they lie at one distance from each other, as staging packs
+    images of one size; None for others."""
+    first = table[0]
+    if len(table) > 1:
+        steps, size = np.diff(table[:, 0]), plan.images[0].itemsize
+        if (table[:, 1:] != first[1:]).any() or (steps != steps[0]).any() or steps[0] % size:
+            return None
+        first = first.copy()
+        first[1] = steps[0] // size
+    return tuple(first.tolist())
+
+
+def _on_device(plan: Plan, table: np.ndarray) -> Tensor:
+    """A row for each image, with its distance from the first for its address, then the channel
+    order or orders, on the images' device."""
+    count, first = plan.shape[0], plan.images[0]
+    rows = np.repeat(table, count // len(table), axis=0)
+    rows[:, 0] = (rows[:, 0] - rows[0, 0]) // first.itemsize + np.arange(count) * rows[:, 1]
+    orders = np.array(plan.orders or [plan.order or identity_of(plan.shape[1])], np.int64)
+    made = torch.from_numpy(np.concatenate([rows.ravel(), orders.ravel()]))
     if first.device.type == 'cpu':
-        return table
+        return made
     # The copy of pinned memory is put on the stream without waiting, and torch gives the pinned
     # block out again only after that copy.
-    return table.pin_memory().to(first.device, non_blocking=True)
+    return made.pin_memory().to(first.device, non_blocking=True)
 
 
-# Every size and stride of a batch would make a variant of its own to compile otherwise.
-@triton.jit(do_not_specialize=_SCALARS)
-def _kernel(
+# What is left open to Triton's specialisation decides whether loads and stores are of vectors. Of
+# everything else, each value would make a variant of its own to compile.
+@triton.jit(do_not_specialize=(*_STEPS, 'start', 'channels', 'swapped'))
+def _flat(
+    origin,
+    mean,
+    std,
+    mean_n,
+    mean_c,
+    std_n,
+    std_c,
+    out,
+    start,
+    distance,
+    plane,
+    channels,
+    swapped,
+    NORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Contiguous images that fill the contiguous result: each plane is one row of values."""
+    sample = start + tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(2)
+    origin_channel = tl.where(channel <= swapped, swapped - channel, channel).to(tl.int64)
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < plane
+    source = origin + sample * distance + origin_channel * plane
+    value = tl.load(source + position, mask=inside, other=0).to(tl.float32)
+    if NORMALIZE:
+        value -= tl.load(mean + sample * mean_n + channel * mean_c)
+        value = tl.div_rn(value, tl.load(std + sample * std_n + channel * std_c))
+    tl.store(out + (sample * channels + channel) * plane + position, value, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=(
+        *(*_STEPS, 'start', 'image_frames', 'image_height', 'swapped', 'pad_value'),
+        *('orders', 'order_n', 'channels', 'height', 'across'),
+    )
+)
+def _tiles(
     origin,
     table,
     mean,
     std,
+    mean_n,
+    mean_c,
+    std_n,
+    std_c,
     out,
+    start,
     image_n,
     image_frames,
     image_height,
@@ -192,56 +238,55 @@ def _kernel(
     out_t,
     out_h,
     out_w,
-    mean_n,
-    mean_c,
-    std_n,
-    std_c,
+    swapped,
     pad_value,
+    orders,
     order_n,
     channels,
-    frames,
     height,
     width,
+    across,
     STACKED: tl.constexpr,
-    REVERSED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    sample = tl.program_id(1).to(tl.int64)
-    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = (position % width).to(tl.int64)
-    row = position // width
-    y = (row % height).to(tl.int64)
-    t = (row // height).to(tl.int64)
-    written = position < frames * height * width
+    """Any images in any result: some rows and columns of all channels, padding included."""
+    sample = start + tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    y = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    x = (tile % across * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    t = tl.program_id(2).to(tl.int64)
     if STACKED:
         source = origin + sample * image_n
     else:
-        entry = table + sample * COLUMNS
-        order = table + tl.num_programs(1) * COLUMNS + sample * order_n
-        source = origin + tl.load(entry)
-        image_frames = tl.load(entry + 1)
-        image_height = tl.load(entry + 2)
-        image_width = tl.load(entry + 3)
-        image_c = tl.load(entry + 4)
-        image_t = tl.load(entry + 5)
-        image_h = tl.load(entry + 6)
-        image_w = tl.load(entry + 7)
-    shown = (x < image_width) & (y < image_height) & (t < image_frames)
-    source += t * image_t + y * image_h + x * image_w
-    target = out + sample * out_n + t * out_t + y * out_h + x * out_w
+        row = table + sample * FIELDS
+        order = table + orders + sample * order_n
+        source = origin + tl.load(row)
+        image_frames = tl.load(row + 2)
+        image_height = tl.load(row + 3)
+        image_width = tl.load(row + 4)
+        image_c = tl.load(row + 5)
+        image_t = tl.load(row + 6)
+        image_h = tl.load(row + 7)
+        image_w = tl.load(row + 8)
+    written = (y < height) & (x < width)
+    shown = (y < tl.where(t < image_frames, image_height, 0)) & (x < image_width)
+    source += t * image_t
+    target = out + sample * out_n + t * out_t
+    pixels = y * image_h + x * image_w
+    places = y * out_h + x * out_w
     for channel in range(channels):
-        origin_channel = tl.cast(channel, tl.int64)
-        target_channel = origin_channel
-        if REVERSED:
-            origin_channel = tl.where(origin_channel < 3, 2 - origin_channel, origin_channel)
-        if not STACKED:
+        if STACKED:
+            origin_channel = tl.where(channel <= swapped, swapped - channel, channel).to(tl.int64)
+        else:
             origin_channel = tl.load(order + channel)
-        value = tl.load(source + origin_channel * image_c, mask=shown & written, other=0)
+        # An image is never larger than the result: what is shown is written.
+        value = tl.load(source + origin_channel * image_c + pixels, mask=shown, other=0)
         value = value.to(tl.float32)
         if NORMALIZE:
             value -= tl.load(mean + sample * mean_n + channel * mean_c)
             value = tl.div_rn(value, tl.load(std + sample * std_n + channel * std_c))
         value = tl.where(shown, value, pad_value)
-        tl.store(target + target_channel * out_c, value, mask=written)
+        tl.store(target + tl.cast(channel, tl.int64) * out_c + places, value, mask=written)

@@ -11,7 +11,7 @@ from mmengine.model import ImgDataPreprocessor
 from mmengine.model.utils import stack_batch
 
 from mmprefetch import ops
-from mmprefetch.ops import cpu, normalize_batch, reversal
+from mmprefetch.ops import normalize_batch, reversal
 from mmprefetch.ops.plan import plan_batch
 from mmprefetch.ops.reference import normalize as reference
 
@@ -22,11 +22,10 @@ DTYPES = (
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Small blocks, so that small images take every path: groups, single images, rows."""
-    monkeypatch.setattr(cpu, '_BLOCK', 64)
-    monkeypatch.setattr(cpu, '_SMALL', 32)
+@pytest.fixture(scope='module', autouse=True)
+def all_compiled():
+    for dtype in DTYPES:
+        ops.prepare(dtype)
 
 
 def pixels(shape, dtype, seed=0):

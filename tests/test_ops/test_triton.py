@@ -57,6 +57,7 @@ def cases():
     orders = [(2, 1, 0), None]
     pair = [noise(3, *s) for s in SIZES]
     yield 'own orders', (pair, mean, std, orders, 4, None, 1)
+    yield 'full', (noise(3, 3, 20, 130).byte(), mean, std, (2, 1, 0), 1, None, 0)
     yield 'own orders stacked', (noise(2, 3, 6, 5), mean, std, orders, 1, None, 0)
     yield 'not normalised', (images, None, None, (3, 1, 0, 2), 1, (9, 11), 114)
     strided = [images[0].mT, images[1].movedim(0, -1).contiguous().movedim(-1, 0)]
@@ -92,22 +93,30 @@ def test_kernel_equals_reference(interpreted, name):
 
 
 @needs_triton
-def test_usable(interpreted):
-    assert interpreted['usable'] == 'True'
+def test_more_samples_than_an_axis_of_the_grid(interpreted):
+    assert interpreted['in launches of 3'] == 'same'
 
 
 @needs_triton
-def test_device_that_cannot_launch_warns_once():
+def test_a_variant_that_fails_falls_back_alone_and_says_so_once():
     from mmprefetch.ops import triton
+    from mmprefetch.ops.plan import plan_batch
 
-    device = torch.device('cpu')
-    triton.usable.cache_clear()
-    with mock.patch.object(triton, '_kernel') as kernel:
-        kernel.__getitem__.side_effect = RuntimeError('no compiler')
-        with pytest.warns(UserWarning, match='no compiler.*plain torch'):
-            assert not triton.usable(device)
-        assert not triton.usable(device)
-    triton.usable.cache_clear()
+    images = torch.arange(48, dtype=torch.uint8).view(2, 2, 3, 4)
+    constants = torch.tensor([1.0, 2]), torch.tensor([3.0, 4])
+    plans = [plan_batch(images, *constants), plan_batch(images, *constants, size_divisor=8)]
+    with (
+        mock.patch.object(triton, '_failed', set()),
+        mock.patch.object(triton, '_flat') as flat,
+        mock.patch.object(triton, '_tiles') as tiles,
+    ):
+        flat.__getitem__.side_effect = RuntimeError('no compiler')
+        with pytest.warns(UserWarning, match='uint8 images.*no compiler.*plain torch'):
+            batch = triton.normalize(plans[0])
+        assert torch.equal(batch, ops._reference(plans[0]))
+        assert torch.equal(triton.normalize(plans[0]), batch)
+        triton.normalize(plans[1])
+        assert flat.__getitem__.call_count == tiles.__getitem__.call_count == 1
 
 
 def test_cuda_without_triton_takes_the_reference():
@@ -116,19 +125,33 @@ def test_cuda_without_triton_takes_the_reference():
         assert ops._implementation([image]) is ops._reference
 
 
-def main():
+def verdict(arguments):
     from mmprefetch.ops import triton
     from mmprefetch.ops.plan import plan_batch
     from mmprefetch.ops.reference import normalize as reference
 
-    print('usable:', triton.usable(torch.device('cpu')))
+    expected = reference(plan_batch(*arguments))
+    for out in layouts(expected.shape):
+        batch = triton.normalize(plan_batch(*arguments, out))
+        if not torch.equal(batch, expected) or (out is not None and batch is not out):
+            return f'differs in strides {batch.stride()}'
+    return f'the reference did {triton._failed}' if triton._failed else 'same'
+
+
+def main():
+    from mmprefetch.ops import triton
+
     for name, arguments in cases():
-        expected, verdict = reference(plan_batch(*arguments)), 'same'
-        for out in layouts(expected.shape):
-            batch = triton.normalize(plan_batch(*arguments, out))
-            if not torch.equal(batch, expected) or (out is not None and batch is not out):
-                verdict = f'differs in strides {batch.stride()}'
-        print(f'{name}: {verdict}')
+        print(f'{name}: {verdict(arguments)}')
+    triton._MOST = 3
+    many = torch.rand(7, 3, 4, 5)
+    mean = torch.rand(7, 3)
+    results = [
+        verdict((given, mean, mean + 1, None, divisor, None, 0))
+        for given in (many, [image.clone() for image in many])
+        for divisor in (1, 8)
+    ]
+    print('in launches of 3:', ', '.join(sorted(set(results))))
 
 
 if __name__ == '__main__':
