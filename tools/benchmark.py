@@ -30,7 +30,7 @@ def main() -> int:
     """Run one part; its own options follow its name.
 
     Returns:
-        int: Exit status, 1 when a bound is not met.
+        int: Exit status, 1 when a result is wrong.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(

@@ -2,8 +2,8 @@
 """The fused pass: channel order, float, mean/std, padding and batching of images in one pass.
 
 One function, :func:`normalize_batch`, with three implementations behind it, chosen by where the
-images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` (compiled by numba where that is
-installed) and ``triton``.
+images are: ``reference`` (plain torch, any device, differentiable), ``cpu`` (compiled by numba
+where that is installed) and ``triton``.
 """
 
 from __future__ import annotations

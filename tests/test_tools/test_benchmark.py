@@ -80,8 +80,8 @@ def test_preprocess_is_the_other_part(call_main, capsys, monkeypatch):
     assert asked == [['--rounds', '1']]
 
 
-@pytest.mark.parametrize(('bound', 'status'), [(0, 0), (float('inf'), 1)])
-def test_preprocess_prints_a_line_for_each_contender(call_main, capsys, monkeypatch, bound, status):
+@pytest.mark.parametrize('wanted', [0, float('inf')])
+def test_preprocess_prints_a_line_for_each_contender(call_main, capsys, monkeypatch, wanted):
     shapes = [(3, 8, 8), (3, 6, 9)]
     table = [
         partial(
@@ -90,17 +90,25 @@ def test_preprocess_prints_a_line_for_each_contender(call_main, capsys, monkeypa
             ImgDataPreprocessor,
             dict(bgr_to_rgb=True, pad_size_divisor=4),
             shapes,
-            bound,
+            wanted,
         )
     ]
     monkeypatch.setattr(benchmark_preprocess, 'lines', lambda: table)
     options = ('--threads', 1, '--rounds', 1, '--processes', 2)
-    assert call_main(benchmark, 'preprocess', *options) == status
-    printed = capsys.readouterr().out
+    assert call_main(benchmark, 'preprocess', *options) == 0  # a ratio decides nothing
+    printed, progress = capsys.readouterr()
     row = r'^two images, ImgDataPreprocessor +\d+\.\d\d +\d+ +\d+\.\d\d +\d+\.\d x +\d+\.\d\d .* x'
-    assert re.search(row + (r'   BELOW inf x$' if status else '$'), printed, re.M)
+    assert re.search(row + (r'   wanted inf x$' if wanted else '$'), printed, re.M)
     assert re.search(r'^channel order .*: image\[\[2, 1, 0\]\] +\d', printed, re.M)
-    assert ('not all bounds are met' in printed) == bool(status)
+    assert re.search(r'^took \d+ s$', printed, re.M) and progress == '1 of 1 lines\n'
+
+
+def test_preprocess_fails_where_a_result_differs(call_main, capsys, monkeypatch):
+    line = partial(benchmark_preprocess_lines.preprocessor_line, 'x', Wrong, {}, [(3, 4, 4)], 1)
+    monkeypatch.setattr(benchmark_preprocess, 'lines', lambda: [line])
+    options = ('--threads', 1, '--rounds', 1, '--processes', 1)
+    assert call_main(benchmark, 'preprocess', *options) == 1
+    assert 'a result differs: x: not equal to Wrong' in capsys.readouterr().out
 
 
 def test_processes_are_put_together():
@@ -114,17 +122,17 @@ def one_process(value):
 
 
 def test_what_is_compared_gives_equal_images():
-    wrong = type('Wrong', (ImgDataPreprocessor,), dict(forward=wrong_forward))
     with pytest.raises(AssertionError, match='not equal to Wrong'):
-        benchmark_preprocess_lines.preprocessor_line('x', wrong, {}, [(3, 4, 4)], 1)
+        benchmark_preprocess_lines.preprocessor_line('x', Wrong, {}, [(3, 4, 4)], 1)
     with pytest.raises(AssertionError):
         benchmark_preprocess_lines.arithmetic_line(
             'x', lambda mean, std: lambda images: images + 0.0
         )
 
 
-def wrong_forward(self, data, training=False):
-    return dict(inputs=torch.stack(data['inputs']).float() + 1)
+class Wrong(ImgDataPreprocessor):
+    def forward(self, data, training=False):
+        return dict(inputs=torch.stack(data['inputs']).float() + 1)
 
 
 def test_preprocess_refuses_nothing_to_do(call_main, capsys):
