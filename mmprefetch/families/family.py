@@ -150,6 +150,8 @@ def cast(preprocessor: BaseDataPreprocessor, batch: Any) -> Any:
 
 def _cast(preprocessor: BaseDataPreprocessor, value: Any) -> Any:
     device = preprocessor.device
+    if value is None or (type(value) is torch.Tensor and value.device == device):
+        return value
     kinds = set(map(type, value)) if type(value) is list else set()
     if kinds == {torch.Tensor} and set(map(_device, value)) == {device}:
         return list(value)

@@ -291,7 +291,8 @@ def _per_channel(
             f'{key}: {given} values for images of {channels} channels (sample 0); write '
             f'{"1 value" if channels == 1 else f"1 or {channels} values"}'
         )
-    return values.reshape(rows or 1, given).float().expand(rows or 1, channels)
+    values = values.reshape(rows or 1, given).float()
+    return values if given == channels else values.expand(-1, channels)
 
 
 def _extent(
