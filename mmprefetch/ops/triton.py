@@ -137,8 +137,10 @@ def _constants(plan: Plan) -> tuple[Tensor, Tensor, int, int, int, int]:
     """mean and std, and of each the steps to the next sample and to the next channel."""
     if plan.mean is None:
         return plan.images[0], plan.images[0], 0, 0, 0, 0
-    steps = [each.stride() if len(each) > 1 else (0, each.stride(1)) for each in plan[2:4]]
-    return plan.mean, plan.std, *steps[0], *steps[1]
+    made = plan.mean, plan.std
+    for each in made:
+        made += (0 if len(each) == 1 else each.stride(0), each.stride(1))
+    return made
 
 
 def _swapped(plan: Plan) -> int:
