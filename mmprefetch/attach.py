@@ -76,6 +76,7 @@ class Attachment:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._parts: dict[str, list[DatasetPart]] = {}
+        self._remaining: dict[str, Any] = {}
         self._bound: dict[str, list[DatasetPart]] = {}
 
     def take_fields(self, split: str, dataloader: Any) -> Any:
@@ -97,14 +98,17 @@ class Attachment:
             loader = dataloader if name == split else getattr(self._runner, held, None)
             if loader is None:
                 continue
-            loader, parts = split_dataloaders(loader, f'{name}_dataloader')
+            if name in self._parts and (
+                loader is self._remaining[name] or not isinstance(loader, (dict, list, tuple))
+            ):
+                continue  # what is left of it says less than it did
+            self._remaining[name], self._parts[name] = split_dataloaders(
+                loader, f'{name}_dataloader'
+            )
             if name == split:
-                dataloader = loader
+                dataloader = self._remaining[name]
             if hasattr(self._runner, held):
-                setattr(self._runner, held, loader)
-            # Once its fields are taken, a config looks as if there were none.
-            if any(part.sources for part in parts) or name not in self._parts:
-                self._parts[name] = parts
+                setattr(self._runner, held, self._remaining[name])
         return dataloader
 
     def may_be_mixed(self, split: str) -> bool:

@@ -62,16 +62,13 @@ class _LookAheadLoop:
         BaseLoop.__init__(self, runner, attachment.take_fields(self._split, dataloader))
         self._refuse_empty()
         put_first(runner)
-        loader = LookAheadLoader(
-            self.dataloader,
-            None,
-            self._split,
-            prefetch_depth,
-            loader_thread,
-            mixed=attachment.may_be_mixed(self._split),
-        )
+        preprocessor, mixed = None, attachment.may_be_mixed(self._split)
         if attachment.model_is_built:
-            loader.connect(attachment.bind())
+            preprocessor = attachment.bind()
+            mixed = preprocessor is not None and preprocessor.is_mixed(self._split)
+        loader = LookAheadLoader(
+            self.dataloader, preprocessor, self._split, prefetch_depth, loader_thread, mixed
+        )
         if prefetch_depth and loader_thread is None and not loader.looks_ahead:
             print_log(
                 f'{self._split}_dataloader has no worker processes, so there is no look-ahead: '

@@ -52,6 +52,9 @@ class StandInAPI:
     def use(self, stream: StandIn) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
+    def set_stream(self, stream: StandIn) -> None:
+        pass
+
     def record_use(self, tensor: torch.Tensor, stream: StandIn) -> None:
         pass
 

@@ -232,7 +232,8 @@ def test_tensors_on_the_device_are_ordered_behind_the_stream_that_made_them(
     done = threading.Event()
     compute.put(done.set)
     assert done.wait(60)
-    assert right(sums, raw) == follows
+    # Without the order the values may come out right by chance.
+    assert right(sums, raw) or not follows
     assert bool(emulated.races(device)) != follows
     assert all(torch.equal(one, each['inputs'][0]) for one, each in zip(seen, raw, strict=True))
 
