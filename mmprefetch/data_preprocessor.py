@@ -14,7 +14,14 @@ from torch import nn
 
 from .engine import Call, Preparation, Runtime, ThreadModes, Ticket
 from .engine.mixed import PartConstants
-from .families import Family, announce, family_of, family_of_module, with_samples
+from .families import (
+    Family,
+    announce,
+    default_training,
+    family_of,
+    family_of_module,
+    with_samples,
+)
 from .fields.classes import find_class, nearest, preprocessor_names
 from .fields.datasets import FieldSource
 from .fields.resolve import resolve
@@ -189,12 +196,13 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
     # -- what the model asks for -------------------------------------------------------------------
 
     @torch.compiler.disable  # what was begun belongs to one batch, and is nothing to be traced
-    def forward(self, data: Any, training: bool = False) -> Any:
+    def forward(self, data: Any, training: bool | None = None) -> Any:
         """Preprocess a batch, or hand out what was begun on it.
 
         Args:
             data (Any): A batch from the dataloader.
-            training (bool): Whether to preprocess for training.
+            training (bool, optional): Whether to preprocess for training. Defaults to what the
+                wrapped class's own ``forward`` has as its default.
 
         Returns:
             Any: What the wrapped preprocessor returns.
@@ -202,6 +210,8 @@ class PrefetchDataPreprocessor(WrappingPreprocessor):
         Raises:
             ValueError: The batch is of a mixed dataset, and did not come through a prefetch loop.
         """
+        if training is None:
+            training = default_training(type(self.wrapped))
         ticket = self.runtime.find(data)
         if ticket is not None:
             return self._collect(ticket, data, training)

@@ -400,3 +400,51 @@ def test_a_buffer_that_a_safe_forward_sets_is_that_of_the_batch_in_use():
         assert wrapper.last == number - 1 == module.last
         wrapper(raw, True)
         assert wrapper.last == number == module.last == wrapper.state_dict()['last']
+
+
+class TrainsByDefault(BaseDataPreprocessor):
+    def forward(self, data, training=True):
+        return dict(inputs=[image + training for image in data['inputs']])
+
+
+class KnowsNoTraining(nn.Module):
+    def forward(self, data):
+        return dict(inputs=[image * 2 for image in data['inputs']])
+
+
+@pytest.mark.parametrize(('cls', 'expected'), [(TrainsByDefault, 4), (KnowsNoTraining, 6)])
+def test_a_call_without_training_means_what_it_means_to_the_class(cls, expected):
+    wrapper = PrefetchDataPreprocessor.around(cls())
+    raw = dict(inputs=[torch.tensor(3)])
+    assert wrapper(raw)['inputs'][0] == expected
+    begin(wrapper, raw)
+    assert wrapper(raw)['inputs'][0] == expected
+
+
+class FollowsTheMode(BaseDataPreprocessor):
+    def forward(self, data, training=False):
+        return dict(inputs=[image * (1 + self.training) for image in data['inputs']])
+
+
+def test_a_safe_forward_that_was_begun_in_another_mode_is_done_again():
+    wrapper = PrefetchDataPreprocessor.around(FollowsTheMode())
+    wrapper.prefetch_safe = True
+    wrapper(dict(inputs=[torch.tensor(0)]), True)
+    raw = dict(inputs=[torch.tensor(3)])
+    wrapper.eval()
+    begin(wrapper, raw)
+    wrapper.train()
+    assert wrapper(raw, True)['inputs'][0] == 6
+
+
+def test_a_safe_forward_with_parameters_that_are_trained_does_not_run_ahead():
+    class Learned(Stateful):
+        def forward(self, data, training=False):
+            return dict(inputs=[image * self.weight for image in data['inputs']])
+
+    module = Learned()
+    wrapper = PrefetchDataPreprocessor.around(module)
+    wrapper.prefetch_safe = True
+    assert not wrapper.effective('train')[1].needs_modes
+    module.requires_grad_(False)
+    assert wrapper.effective('train')[1].needs_modes

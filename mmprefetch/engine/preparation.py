@@ -83,7 +83,7 @@ class Preparation:
             or self._fields.modules != reads
             or self._fields.changed(self._written)
         ):
-            self._fields, self._follows = FieldSnapshot(reads), True
+            self._fields, self._follows = FieldSnapshot(reads, mode_counts=family.needs_modes), True
             self._side.follow(self._compute)
         return self._fields
 

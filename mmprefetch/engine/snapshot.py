@@ -129,16 +129,15 @@ class FieldSnapshot:
 
     Args:
         modules (Iterable[nn.Module]): The modules whose fields count.
+        mode_counts (bool): Whether ``training``, which follows the model's mode, is a field too.
 
     Attributes:
         modules (list[nn.Module]): The same.
     """
 
-    # It follows the model's mode, and is no field.
-    _IGNORED = frozenset({'training'})
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], mode_counts: bool = False) -> None:
         self.modules = list(modules)
+        self._ignored = frozenset() if mode_counts else frozenset({'training'})
         self._tables = [
             table
             for module in self.modules
@@ -171,6 +170,6 @@ class FieldSnapshot:
 
     def _differing(self) -> Iterator[str]:
         for now, then in zip(self._tables, self._then, strict=True):
-            for name in (now.keys() | then) - self._IGNORED:
+            for name in (now.keys() | then) - self._ignored:
                 if now.get(name, _MISSING) is not then.get(name, _MISSING):
                     yield name

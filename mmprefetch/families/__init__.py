@@ -33,7 +33,7 @@ from .fused import FusedFamily, StandInFamily, with_samples
 from .mmengine import ImgFamily, SuperFamily
 from .passes import fused
 from .registry import announce, family_of, family_of_module, register_family
-from .unfused import CastFamily
+from .unfused import CastFamily, default_training
 
 __all__ = [
     'CastFamily',
@@ -44,6 +44,7 @@ __all__ = [
     'SuperFamily',
     'announce',
     'cast',
+    'default_training',
     'family_of',
     'family_of_module',
     'fused',

@@ -81,7 +81,10 @@ def family_of_module(module: nn.Module, safe: bool = False) -> Family:
     if module._forward_hooks or module._forward_pre_hooks or vars(module).keys() & _methods(cls):
         return TRANSFER
     family = family_of(cls)
-    return SAFE if safe and family is TRANSFER else family
+    # Optimizers may write parameters in a way that torch does not count.
+    if safe and family is TRANSFER and not any(p.requires_grad for p in module.parameters()):
+        return SAFE
+    return family
 
 
 @cache

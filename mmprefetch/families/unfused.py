@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,7 +36,7 @@ class TransferFamily(CastFamily):
         return batch
 
     def finish(self, preprocessor: nn.Module, begun: Any, batch: Any, training: bool) -> Any:
-        return preprocessor(begun, training)
+        return _called(preprocessor, begun, training)
 
 
 class SafeResult(NamedTuple):
@@ -69,7 +71,7 @@ class SafeFamily(TransferFamily):
     def begin(self, preprocessor: nn.Module, data: Any, training: bool) -> SafeResult:
         tables = {name: dict(vars(preprocessor)[name]) for name in _TABLES}
         shadow = twin(preprocessor, tables)
-        value = shadow(data, training)
+        value = _called(shadow, data, training)
         written = {}
         for after, before in (
             (vars(shadow), vars(preprocessor)),
@@ -86,7 +88,35 @@ class SafeFamily(TransferFamily):
         return begun.value
 
     def run(self, preprocessor: nn.Module, batch: Any, training: bool) -> Any:
-        return preprocessor(batch, training)  # it may work in place
+        return _called(preprocessor, batch, training)  # it may work in place
+
+
+def _called(preprocessor: nn.Module, data: Any, training: bool) -> Any:
+    if _default_training(type(preprocessor)) is _MISSING:
+        return preprocessor(data)  # a class of its own kind, which knows no training
+    return preprocessor(data, training)
+
+
+@cache
+def _default_training(cls: type[nn.Module]) -> Any:
+    """The default of ``training`` in a class's forward; missing where it takes the batch alone."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
+    for parameter in parameters:
+        if parameter.name == 'training' and parameter.default is not parameter.empty:
+            return parameter.default
+    return False if parameters else _MISSING
+
+
+def default_training(cls: type[nn.Module]) -> bool:
+    """Tell what a call of a preprocessor without ``training`` means.
+
+    Args:
+        cls (type): The preprocessor's class.
+
+    Returns:
+        bool: The default in its ``forward``, False where it has none.
+    """
+    return _default_training(cls) is not _MISSING and bool(_default_training(cls))
 
 
 TRANSFER, SAFE = TransferFamily(), SafeFamily()
